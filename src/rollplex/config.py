@@ -1,0 +1,194 @@
+"""The one typed, frozen configuration tree, loaded from YAML with dotted overrides.
+
+Leaf names are TRL's where the meaning is the same (research: peers.md section 2). Unknown keys are refused with the
+nearest known one. Nothing in here imports torch: `rollplex --help` stays fast.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rollplex.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, no silent type coercion of strings into numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class LoraConfig(Section):
+    """Low-rank adapters through peft; absent: full fine-tuning."""
+
+    r: int = Field(8, ge=1, description="Rank of the adapters.")
+    lora_alpha: int = Field(16, ge=1, description="Scale numerator: updates are multiplied by lora_alpha / r.")
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="Names of the language model's linear layers that get an adapter.",
+    )
+
+
+class BuildConfig(Section):
+    """A small model made from a configuration, for machines without a model hub."""
+
+    family: str = Field("qwen2_5_vl", description="Model family to build: qwen2_5_vl or qwen3_vl.")
+    hidden_size: int = Field(64, ge=32, description="Hidden size of the language model.")
+    num_layers: int = Field(2, ge=1, description="Decoder layers.")
+    num_heads: int = Field(2, ge=1, description="Query heads.")
+    num_kv_heads: int = Field(1, ge=1, description="Key/value heads (grouped-query attention).")
+    intermediate_size: int | None = Field(None, ge=1, description="MLP width; absent: twice the hidden size.")
+    vocab_size: int = Field(512, ge=300, description="Vocabulary of the byte-level BPE tokenizer trained on the task's text.")
+    vision_depth: int = Field(2, ge=1, description="Blocks of the vision tower.")
+    vision_hidden_size: int = Field(32, ge=16, description="Hidden size of the vision tower.")
+    tie_word_embeddings: bool = Field(False, description="Share the embedding and the output head.")
+
+
+class ModelConfig(Section):
+    """Which model is trained, in which precision, and which part of it."""
+
+    path: str | None = Field(None, description="Folder or hub id in Hugging Face format. Exactly one of path and build.")
+    build: BuildConfig | None = Field(None, description="Build a small model from scratch instead of loading one.")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="Dtype of weights and compute.")
+    freeze_vision: bool = Field(False, description="Freeze the vision tower: no gradient, no optimizer state, features cached.")
+    lora: LoraConfig | None = Field(None, description="Low-rank adapters; absent: full fine-tuning.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.build is None):
+            found = "both" if self.path is not None else "neither"
+            raise ValueError(f"needs exactly one of model.path and model.build, found {found}")
+        return self
+
+
+class DataConfig(Section):
+    """Where rows come from and how media become tokens."""
+
+    task: str = Field("counting", description="counting | colour_shape | motion | mixed | easy_vqa | files, or 'module:Name' of a Task.")
+    path: str | None = Field(None, description="For task=files: JSONL, parquet, a saved datasets folder, or a hub id.")
+    split: str = Field("train", description="Split to train on.")
+    eval_split: str | None = Field(None, description="Split for evaluation; absent: none.")
+    num_rows: int | None = Field(None, ge=1, description="Use the first rows only, or the number of rows a synthetic task draws.")
+    shuffle: bool = Field(True, description="Shuffle rows each epoch, keyed by the run seed.")
+    image_size: int = Field(112, ge=28, description="Pixels per side of images that synthetic tasks draw, and of resized easy-VQA images.")
+    num_images: int = Field(1, ge=1, description="Images per row of the counting task.")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="Longest prompt with media expanded; absent: no limit.")
+    overlong: Literal["error", "drop"] = Field("error", description="A prompt over the limit: stop, or drop the row and count it. Never cut.")
+    min_pixels: int | None = Field(None, ge=1, description="Smallest image area the processor scales to; absent: the processor's own.")
+    max_pixels: int | None = Field(None, ge=1, description="Largest image area the processor scales to; absent: the processor's own.")
+    video_fps: float = Field(2.0, gt=0, description="Frames per second sampled from video files.")
+    max_frames: int = Field(64, ge=2, description="Most frames sampled from one video.")
+    media_workers: int = Field(2, ge=1, description="Threads that decode media and run the processor ahead of the step.")
+    media_timeout_s: float = Field(120.0, gt=0, description="Deadline for decoding one row's media.")
+
+
+class RewardConfig(Section):
+    """Verifiable rewards, called as TRL calls them."""
+
+    reward_funcs: tuple[str, ...] = Field((), description="'module:function' or 'file.py:function'; empty: the task's own reward.")
+    reward_weights: tuple[float, ...] | None = Field(None, description="One weight per function; absent: all 1.")
+    timeout_s: float = Field(60.0, gt=0, description="Deadline of one call of one reward function on one group.")
+    on_timeout: Literal["error", "none"] = Field("error", description="A call over its deadline: stop, or mark its rewards None and count them.")
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    prompts_per_step: int = Field(4, ge=1, description="Distinct prompts of one rollout.")
+    num_generations: int = Field(8, ge=1, description="Responses per prompt (G).")
+    max_completion_length: int = Field(64, ge=1, description="Most tokens of a response.")
+    temperature: float = Field(1.0, gt=0, description="Softmax temperature, in sampling and in every log-prob.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus probability; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 is off.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Keep tokens of at least min_p times the top probability.")
+    repetition_penalty: float = Field(1.0, gt=0, description="Divides positive (multiplies negative) logits of tokens already present; 1 is off.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Further ids that end a response, beside the model's own.")
+    max_decode_rows: int = Field(256, ge=1, description="Most responses decoded together.")
+
+
+class AlgorithmConfig(Section):
+    """Advantages, loss, KL and mismatch correction."""
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "reinforce_pp"] = Field(
+        "dapo", description="Policy loss. gspo is grpo with importance_sampling_level=sequence; rloo and reinforce_pp also set the advantage."
+    )
+    beta: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0: no reference model.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Per-token KL estimator.")
+    kl_in_reward: bool = Field(False, description="Subtract beta times the response's KL from its reward instead of adding it to the loss.")
+    epsilon: float = Field(0.2, ge=0, description="Lower clip of the probability ratio.")
+    epsilon_high: float | None = Field(None, ge=0, description="Upper clip; absent: epsilon.")
+    delta: float | None = Field(None, gt=0, description="Upper bound of the unclipped branch (two-sided clipping); absent: none.")
+    importance_sampling_level: Literal["token", "sequence"] = Field("token", description="Ratio per token or per sequence.")
+    scale_rewards: Literal["group", "batch", "none"] = Field("group", description="Standard deviation that divides advantages.")
+    num_iterations: int = Field(1, ge=1, description="Epochs over one rollout.")
+    steps_per_generation: int = Field(1, ge=1, description="Optimizer steps per epoch over one rollout; divides prompts_per_step.")
+    mask_truncated_completions: bool = Field(False, description="Leave responses cut at max_completion_length out of the loss.")
+    mismatch_correction: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "off", description="Correct for rollout log-probs that differ from the trainer's."
+    )
+    mismatch_clip_max: float = Field(3.0, gt=0, description="Ratio above which the correction truncates or masks.")
+    dynamic_sampling: Literal["off", "resample"] = Field("off", description="Replace groups whose rewards are all equal by new prompts.")
+    dynamic_sampling_max_rounds: int = Field(4, ge=1, description="Most extra rollouts of one step.")
+    dynamic_sampling_exhausted: Literal["train", "skip", "stop"] = Field("train", description="After the last round: train on what there is, skip the step, or stop.")
+
+
+class TrainConfig(Section):
+    """The update: prefix sharing, micro-batches, optimizer."""
+
+    share_prefix: bool = Field(True, description="Compute each prompt once per update (exact). off: the ordinary full-sequence path.")
+    prefix_activations: Literal["graph", "checkpoint", "recompute"] = Field(
+        "graph", description="Prefix activations between prefix pass and prefix backward: keep all, keep layer inputs, or run again. All exact."
+    )
+    micro_batch_tokens: int = Field(8192, ge=1, description="Token budget of one forward/backward; a single longer sequence still runs alone.")
+    max_steps: int = Field(100, ge=0, description="Rollouts to train on.")
+    learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate of AdamW.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the schedule after warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay (not on norms and biases).")
+    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")
+
+
+class WarmStartConfig(Section):
+    """A supervised stage on the task's answers before RL."""
+
+    steps: int = Field(0, ge=0, description="Supervised steps; 0: none.")
+    batch_size: int = Field(64, ge=1, description="Rows per supervised step.")
+    learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate; linear warm-up over 5 %, then cosine to a tenth.")
+    answer_column: str = Field("answer", description="Column that holds the target text.")
+    path: str | None = Field(None, description="Folder that keeps the warm-started model; reused when it was made by the same settings.")
+
+
+class RunConfig(Section):
+    """Run folder, logging, checkpoints."""
+
+    output_dir: str = Field("runs/rollplex", description="Run folder.")
+    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
+    num_threads: int | None = Field(None, ge=1, description="Torch threads; absent: all cores.")
+    save_steps: int = Field(0, ge=0, description="Checkpoint every so many steps; 0: only at the end.")
+    save_total_limit: int | None = Field(None, ge=1, description="Keep the newest checkpoints only.")
+    resume_from_checkpoint: str | None = Field(None, description="A checkpoint folder, or 'auto' for the newest complete one in output_dir.")
+    log_completions_steps: int = Field(10, ge=0, description="Write sampled completions with their pictures every so many steps; 0: never.")
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field((), description="Trackers that also receive the metrics.")
+    eval_steps: int = Field(0, ge=0, description="Evaluate greedily on data.eval_split every so many steps; 0: only at the end, if a split is given.")
+    eval_rows: int = Field(200, ge=1, description="Rows of one evaluation.")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = Field(default_factory=RunConfig, description="Run folder, seed, logging, checkpoints.")
+    model: ModelConfig = Field(description="Which model.")
+    data: DataConfig = Field(default_factory=DataConfig, description="Which rows.")
+    rewards: RewardConfig = Field(default_factory=RewardConfig, description="Which rewards.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How responses are sampled.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantage, loss, KL, correction.")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="The update.")
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="Supervised stage before RL.")

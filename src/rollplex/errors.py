@@ -1,0 +1,52 @@
+"""The error tree. Every message says what was found, what was needed, and which row or option fixes it.
+
+    RollplexError
+    |-- ConfigError      (ValueError)    a key, a value or a combination of options
+    |-- RowError         (ValueError)    one data row: its media, placeholders, length or columns
+    |-- ModelError       (ValueError)    a model family, weight file, processor or module that cannot be used
+    |-- RewardError      (RuntimeError)  a reward function that raised or answered with the wrong shape
+    |-- EngineError      (RuntimeError)  a rollout engine that broke its contract
+    |-- StateError       (RuntimeError)  an illegal order of operations (stale prefix, writer beside readers)
+    |-- CheckpointError  (RuntimeError)  a checkpoint that cannot be written, is cut short or does not fit
+    `-- DeadlineError    (RuntimeError)  a wait that ended at its deadline; names what was waited for
+
+All are picklable (they carry only their message), so they cross process borders unchanged.
+"""
+
+from __future__ import annotations
+
+
+class RollplexError(Exception):
+    """Root of all errors that Rollplex raises on purpose."""
+
+
+class ConfigError(RollplexError, ValueError):
+    """An option, its value, or a combination of options that cannot work."""
+
+
+class RowError(RollplexError, ValueError):
+    """One data row that cannot be used; the message starts with `row N`."""
+
+
+class ModelError(RollplexError, ValueError):
+    """A model, processor or family that cannot be used as asked."""
+
+
+class RewardError(RollplexError, RuntimeError):
+    """A reward function that raised, hung, or answered with the wrong shape or value."""
+
+
+class EngineError(RollplexError, RuntimeError):
+    """A rollout engine that broke its contract."""
+
+
+class StateError(RollplexError, RuntimeError):
+    """An illegal order of operations, such as using a prefix of older weights."""
+
+
+class CheckpointError(RollplexError, RuntimeError):
+    """A checkpoint that cannot be written, is incomplete, or does not fit this run."""
+
+
+class DeadlineError(RollplexError, RuntimeError):
+    """A wait that reached its deadline; the message names what was waited for."""

@@ -1,0 +1,1 @@
+"""PromptSpec -> Group: the engine protocol and the local engine."""

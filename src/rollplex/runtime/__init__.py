@@ -1,0 +1,1 @@
+"""What DOES happen: the trainer loop and its run folder."""

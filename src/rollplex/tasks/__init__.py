@@ -1,0 +1,1 @@
+"""WHAT is learnt: rows, media loading, synthetic and packaged tasks, verifiable rewards."""

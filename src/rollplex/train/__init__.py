@@ -1,0 +1,1 @@
+"""Group -> gradients -> weights: advantages, prefix, response, loss, update, checkpoint."""

@@ -1,0 +1,1 @@
+"""WHICH visual tokens the language model sees: video decoding and frame sampling."""
