@@ -1,0 +1,132 @@
+"""The decoder layer that the Qwen-VL families share: grouped-query attention with MRoPE and a gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollplex.errors import ModelError
+from rollplex.models.adapter import DecoderShape, VisionFeatures
+from rollplex.types import PromptSpec
+
+
+def rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in the half-split convention: x * cos + rotate_half(x) * sin."""
+    half = x_THD.shape[-1] // 2
+    turned = torch.cat((-x_THD[..., half:], x_THD[..., :half]), dim=-1)
+    return x_THD * cos_TD.unsqueeze(-2) + turned * sin_TD.unsqueeze(-2)
+
+
+class QwenDecoder:
+    """Shared part of the Qwen-VL adapters; a family adds `encode` details and, if it has them, q/k norms."""
+
+    has_qk_norm: bool
+
+    def __init__(self, model: Any):
+        text = model.model.language_model
+        config = text.config
+        if not isinstance(model.lm_head, nn.Linear) or type(model.lm_head) is not nn.Linear:
+            raise ModelError(
+                f"lm_head is a {type(model.lm_head).__name__}, needed a plain Linear; leave lm_head out of "
+                "model.lora.target_modules"
+            )
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.model = model
+        self.visual = model.model.visual
+        self.layers: Sequence[Any] = text.layers
+        self.final_norm = text.norm
+        self.embed = text.embed_tokens
+        self.lm_head = model.lm_head
+        self.rotary_module = text.rotary_emb
+        self.shape = DecoderShape(
+            num_layers=len(text.layers),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            hidden_size=config.hidden_size,
+            vocab_size=model.lm_head.out_features,
+            scaling=head_dim**-0.5,
+        )
+        ids = (
+            model.config.image_token_id,
+            model.config.video_token_id,
+            model.config.vision_start_token_id,
+            model.config.vision_end_token_id,
+        )
+        self.vision_token_ids: tuple[int, ...] = tuple(i for i in ids if i is not None)
+
+    def rotary(self, positions_3T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        like = torch.empty(0, dtype=dtype, device=positions_3T.device)
+        cos, sin = self.rotary_module(like, positions_3T.unsqueeze(1))
+        return cos[0], sin[0]
+
+    def qkv(
+        self, layer: Any, x_TC: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        attention, head_dim = layer.self_attn, self.shape.head_dim
+        h_TC = layer.input_layernorm(x_TC)
+        q_THD = attention.q_proj(h_TC).unflatten(-1, (-1, head_dim))
+        k_TKD = attention.k_proj(h_TC).unflatten(-1, (-1, head_dim))
+        v_TKD = attention.v_proj(h_TC).unflatten(-1, (-1, head_dim))
+        if self.has_qk_norm:
+            q_THD, k_TKD = attention.q_norm(q_THD), attention.k_norm(k_TKD)
+        return rotate(q_THD, cos_TD, sin_TD), rotate(k_TKD, cos_TD, sin_TD), v_TKD
+
+    def finish(self, layer: Any, x_TC: torch.Tensor, attention_TC: torch.Tensor) -> torch.Tensor:
+        x_TC = x_TC + layer.self_attn.o_proj(attention_TC)
+        return x_TC + layer.mlp(layer.post_attention_layernorm(x_TC))
+
+    def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
+        """All media of all prompts through the tower in one call, then back into placeholder order."""
+        chunks, grids, order = [], [], []
+        for number, spec in enumerate(specs):
+            for pixels, grid, kind in (
+                (spec.pixel_values, spec.image_grid_thw, 1),
+                (spec.pixel_values_videos, spec.video_grid_thw, 2),
+            ):
+                if pixels is not None and grid is not None:
+                    chunks.append(pixels)
+                    grids.append(grid)
+                    order.append((number, kind))
+        if not chunks:
+            return None
+        weight = next(self.visual.parameters())
+        pixels = torch.cat(chunks).to(device=weight.device, dtype=weight.dtype)
+        grid_thw = torch.cat(grids).to(weight.device)
+        output = self.visual(pixels, grid_thw=grid_thw)
+        merge = self.visual.spatial_merge_size**2
+        sizes = [int(grid.prod(-1).sum()) // merge for grid in grids]
+        index = _placeholder_order(specs, order, sizes)
+        parts = (output.pooler_output, *getattr(output, "deepstack_features", ()))
+        if index is not None:
+            index = index.to(weight.device)
+            parts = tuple(part.index_select(0, index) for part in parts)
+        return VisionFeatures(embeds=parts[0], deepstack=tuple(parts[1:]))
+
+
+def _placeholder_order(
+    specs: Sequence[PromptSpec], order: Sequence[tuple[int, int]], sizes: Sequence[int]
+) -> torch.Tensor | None:
+    """Row index that brings (images then videos per prompt) into the order of the prompts' placeholders.
+
+    None when they are in that order already, as in every prompt that does not mix images and videos.
+    """
+    if len({number for number, _ in order}) == len(order):
+        return None
+    starts: dict[tuple[int, int], int] = {}
+    total = 0
+    for key, size in zip(order, sizes, strict=True):
+        starts[key] = total
+        total += size
+    pieces = []
+    for number, spec in enumerate(specs):
+        types = spec.token_types[spec.token_types > 0].long()
+        piece = torch.empty_like(types)
+        for kind in (1, 2):
+            mask = types == kind
+            piece[mask] = starts.get((number, kind), 0) + torch.arange(int(mask.sum()))
+        pieces.append(piece)
+    return torch.cat(pieces)

@@ -1,0 +1,99 @@
+"""A model with its adapter and its weight version: what rollout and training hold on to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollplex.models.adapter import VisionFeatures, VlmAdapter, adapter_for
+from rollplex.types import PromptSpec
+
+# Features of a frozen tower that are kept, in bytes; the oldest go first.
+VISION_CACHE_BYTES = 1 << 30
+
+
+@dataclass
+class VisionCache:
+    """Features of a frozen vision tower by prompt digest, least recently used first, bounded in bytes."""
+
+    limit_bytes: int = VISION_CACHE_BYTES
+    num_bytes: int = 0
+    entries: OrderedDict[str, VisionFeatures] = field(default_factory=OrderedDict)
+
+    def get(self, digest: str) -> VisionFeatures | None:
+        """The cached features, now most recently used."""
+        if digest in self.entries:
+            self.entries.move_to_end(digest)
+        return self.entries.get(digest)
+
+    def put(self, digest: str, features: VisionFeatures) -> None:
+        """Keep `features`, dropping the least recently used ones beyond the limit."""
+        self.entries[digest] = features
+        self.num_bytes += _num_bytes(features)
+        while self.num_bytes > self.limit_bytes and self.entries:
+            _, old = self.entries.popitem(last=False)
+            self.num_bytes -= _num_bytes(old)
+
+
+def _num_bytes(features: VisionFeatures) -> int:
+    return sum(t.numel() * t.element_size() for t in (features.embeds, *features.deepstack))
+
+
+class Policy:
+    """The model, its family adapter, and the version of its weights (bumped by each optimizer step).
+
+    `encode_calls` counts prompts whose media went through the vision tower (metric vision/encode_calls).
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.adapter: VlmAdapter = adapter_for(model)
+        self.weight_version = 0
+        self.encode_calls = 0
+        self.vision_frozen = not any(p.requires_grad for p in self.adapter.visual.parameters())
+        self.vision_cache = VisionCache()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.adapter.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights and compute."""
+        return self.adapter.lm_head.weight.dtype
+
+    def bump(self) -> None:
+        """The weights changed: everything computed from older ones is stale from here on."""
+        self.weight_version += 1
+
+    def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
+        """Vision features of `specs` in order. A frozen tower runs once per prompt digest and never under autograd."""
+        if not self.vision_frozen:
+            self.encode_calls += sum(_has_media(spec) for spec in specs)
+            return self.adapter.encode(specs)
+        parts = [self._encode_frozen(spec) for spec in specs if _has_media(spec)]
+        if not parts:
+            return None
+        embeds = torch.cat([part.embeds for part in parts])
+        deepstack = tuple(torch.cat(level) for level in zip(*(part.deepstack for part in parts), strict=True))
+        return VisionFeatures(embeds, deepstack)
+
+    def _encode_frozen(self, spec: PromptSpec) -> VisionFeatures:
+        features = self.vision_cache.get(spec.digest)
+        if features is None:
+            self.encode_calls += 1
+            with torch.no_grad():
+                encoded = self.adapter.encode([spec])
+            assert encoded is not None  # only called for prompts with media
+            self.vision_cache.put(spec.digest, encoded)
+            features = encoded
+        return features
+
+
+def _has_media(spec: PromptSpec) -> bool:
+    return spec.pixel_values is not None or spec.pixel_values_videos is not None

@@ -1,0 +1,222 @@
+"""The prompt pass: keys, values and last hidden state of each prompt, computed once and used by every response.
+
+f_theta(x) = ((K, V) of every layer after RoPE; h, the last position's hidden state before the final norm), DESIGN.md
+section 2. Prompts are packed (no padding) up to a token budget; a `PrefixPack` is one such pass. Its lifetime is
+    compute -> any number of response passes adding into grad_k, grad_v, grad_h -> one backward -> released.
+Three ways to hold what the backward needs, all exact: keep the graph; checkpoint (keep layer inputs); recompute (keep
+nothing, run the pass again with gradient). In the last layer only the last position runs past its keys and values:
+no other output of it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rollplex.errors import StateError
+from rollplex.models.adapter import VisionFeatures
+from rollplex.models.attention import PrefixKV, accumulation_dtype, causal_attention
+from rollplex.models.policy import Policy
+from rollplex.types import PromptSpec
+
+Activations = Literal["graph", "checkpoint", "recompute", "none"]
+
+
+@dataclass(slots=True)
+class _Boundary:
+    """Outputs of one pass over a pack: per layer (T, K, D) keys and values, and (G, C) last hidden states."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    hidden_GC: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All boundary tensors in a fixed order."""
+        return [*self.keys, *self.values, self.hidden_GC]
+
+
+@dataclass(slots=True)
+class PrefixPack:
+    """The prefixes of some prompts under one weight version. Mutable: gradients accumulate, then it is consumed."""
+
+    policy: Policy
+    specs: tuple[PromptSpec, ...]
+    weight_version: int
+    activations: Activations
+    graph: _Boundary | None  # outputs with their autograd graph, for graph and checkpoint
+    keys: list[torch.Tensor]  # detached (T, K, D) per layer
+    values: list[torch.Tensor]
+    hidden_GC: torch.Tensor  # detached
+    grad_keys: list[torch.Tensor] = field(default_factory=list)  # fp32 (fp64 for fp64), empty until wanted
+    grad_values: list[torch.Tensor] = field(default_factory=list)
+    grad_hidden_GC: torch.Tensor | None = None
+    consumed: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [spec.num_tokens for spec in self.specs]
+
+    def check_current(self) -> None:
+        """Refuse a prefix of other weights, or one whose backward has run."""
+        if self.weight_version != self.policy.weight_version:
+            raise StateError(
+                f"prefix of rows {[s.row for s in self.specs]} was computed with weights v{self.weight_version}, the "
+                f"policy now has v{self.policy.weight_version}; compute it again after every optimizer step"
+            )
+        if self.consumed:
+            raise StateError(f"prefix of rows {[s.row for s in self.specs]} was already consumed by its backward")
+
+    def want_grads(self) -> None:
+        """Allocate the boundary accumulators (once)."""
+        if self.grad_hidden_GC is None:
+            math = accumulation_dtype(self.hidden_GC.dtype)
+            self.grad_keys = [torch.zeros_like(k, dtype=math) for k in self.keys]
+            self.grad_values = [torch.zeros_like(v, dtype=math) for v in self.values]
+            self.grad_hidden_GC = torch.zeros_like(self.hidden_GC, dtype=math)
+
+    def kv(self, layer: int, number: int, with_grads: bool) -> PrefixKV:
+        """Views (K, P, D) of prompt `number` in `layer`."""
+        start = sum(self.lengths[:number])
+        part = slice(start, start + self.lengths[number])
+        tensors = [self.keys[layer], self.values[layer]]
+        if with_grads:
+            tensors += [self.grad_keys[layer], self.grad_values[layer]]
+        views = [t[part].transpose(0, 1) for t in tensors]
+        return PrefixKV(views[0], views[1], *(views[2:] if with_grads else (None, None)))
+
+
+def pack_by_tokens(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Consecutive items packed while their sum stays within `budget`; an item over it stands alone.
+
+    Example: pack_by_tokens([3, 3, 9, 2], budget=6) == [[0, 1], [2], [3]]
+    """
+    packs: list[list[int]] = []
+    total = 0
+    for item, size in enumerate(sizes):
+        if not packs or total + size > budget:
+            packs.append([])
+            total = 0
+        packs[-1].append(item)
+        total += size
+    return packs
+
+
+def compute_prefix(policy: Policy, specs: Sequence[PromptSpec], activations: Activations) -> PrefixPack:
+    """Run the prompt pass of `specs` as one pack. activations="none": no backward will follow (reference, scoring)."""
+    keep_graph = activations in ("graph", "checkpoint")
+    with torch.set_grad_enabled(keep_graph):
+        boundary = _forward(policy, specs, checkpointed=activations == "checkpoint")
+    return PrefixPack(
+        policy=policy,
+        specs=tuple(specs),
+        weight_version=policy.weight_version,
+        activations=activations,
+        graph=boundary if keep_graph else None,
+        keys=[k.detach() for k in boundary.keys],
+        values=[v.detach() for v in boundary.values],
+        hidden_GC=boundary.hidden_GC.detach(),
+    )
+
+
+def backward_prefix(pack: PrefixPack) -> None:
+    """The one prefix backward: push the accumulated boundary gradients into parameters, then release everything."""
+    pack.check_current()
+    if pack.grad_hidden_GC is None or pack.activations == "none":
+        raise StateError(f"prefix of rows {[s.row for s in pack.specs]} has no boundary gradients to push back")
+    outputs = pack.graph
+    if outputs is None:
+        with torch.enable_grad():
+            outputs = _forward(pack.policy, pack.specs, checkpointed=False)
+    grads = [*pack.grad_keys, *pack.grad_values, pack.grad_hidden_GC]
+    pairs = [(t, g.to(t.dtype)) for t, g in zip(outputs.tensors(), grads, strict=True) if t.requires_grad]
+    pack.consumed = True
+    pack.graph, pack.keys, pack.values = None, [], []
+    pack.grad_keys, pack.grad_values, pack.grad_hidden_GC = [], [], None
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+def _forward(policy: Policy, specs: Sequence[PromptSpec], *, checkpointed: bool) -> _Boundary:
+    adapter, device = policy.adapter, policy.device
+    lengths = [spec.num_tokens for spec in specs]
+    types_T = torch.cat([spec.token_types for spec in specs]).to(device)
+    positions_3T = torch.cat([spec.positions for spec in specs], dim=1).to(device)
+    run: Callable[..., Any] = _checkpointed if checkpointed else _plain
+    vision = run(policy.encode, specs)
+    x_TC = adapter.embed(torch.cat([spec.input_ids for spec in specs]).to(device))
+    visual_T = types_T > 0
+    if vision is not None:
+        x_TC = x_TC.masked_scatter(visual_T.unsqueeze(-1), vision.embeds.to(x_TC.dtype))
+    cos_TD, sin_TD = adapter.rotary(positions_3T, x_TC.dtype)
+    last_G = torch.tensor(lengths, device=device).cumsum(0) - 1
+    keys, values = [], []
+    for number, layer in enumerate(adapter.layers):
+        is_last = number == adapter.shape.num_layers - 1
+        step = _last_layer if is_last else _layer
+        x_TC, k_TKD, v_TKD = run(step, policy, layer, x_TC, cos_TD, sin_TD, lengths, last_G)
+        keys.append(k_TKD)
+        values.append(v_TKD)
+        if vision is not None and number < len(vision.deepstack):
+            rows = _deepstack_rows(vision, number, visual_T, last_G if is_last else None)
+            x_TC = x_TC.index_add(0, rows[0], rows[1].to(x_TC.dtype))
+    return _Boundary(keys, values, x_TC)
+
+
+def _deepstack_rows(
+    vision: VisionFeatures, level: int, visual_T: torch.Tensor, last_G: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row index, features) to add after a layer; after the last layer only last positions exist."""
+    rows = visual_T.nonzero().squeeze(1)
+    features = vision.deepstack[level]
+    if last_G is None:
+        return rows, features
+    hits = (rows[:, None] == last_G[None, :]).nonzero()
+    return hits[:, 1], features.index_select(0, hits[:, 0])
+
+
+def _layer(  # noqa: PLR0913, PLR0917 - a pure function of its inputs, so that it can be run again
+    policy: Policy,
+    layer: Any,
+    x_TC: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    lengths: Sequence[int],
+    _last_G: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q_THD, k_TKD, v_TKD = policy.adapter.qkv(layer, x_TC, cos_TD, sin_TD)
+    mixed_TC = causal_attention(q_THD, k_TKD, v_TKD, lengths, policy.adapter.shape.scaling)
+    return policy.adapter.finish(layer, x_TC, mixed_TC), k_TKD, v_TKD
+
+
+def _last_layer(  # noqa: PLR0913, PLR0917 - same signature as _layer
+    policy: Policy,
+    layer: Any,
+    x_TC: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    lengths: Sequence[int],
+    last_G: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q_THD, k_TKD, v_TKD = policy.adapter.qkv(layer, x_TC, cos_TD, sin_TD)
+    shape = policy.adapter.shape
+    repeat = shape.num_heads // shape.num_kv_heads
+    mixed = []
+    for number, (k_PKD, v_PKD) in enumerate(zip(k_TKD.split(lengths), v_TKD.split(lengths), strict=True)):
+        q_KED = q_THD[last_G[number]].unflatten(0, (-1, repeat))
+        scores_KEP = torch.matmul(q_KED * shape.scaling, k_PKD.permute(1, 2, 0))
+        weights_KEP = scores_KEP.softmax(-1, dtype=accumulation_dtype(scores_KEP.dtype)).to(scores_KEP.dtype)
+        mixed.append(torch.matmul(weights_KEP, v_PKD.transpose(0, 1)).flatten())
+    return policy.adapter.finish(layer, x_TC[last_G], torch.stack(mixed)), k_TKD, v_TKD
+
+
+def _plain(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

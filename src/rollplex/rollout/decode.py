@@ -1,0 +1,278 @@
+"""One decode step on packed rows: lean forward, prompt caches per group, suffix caches per row.
+
+Shape letters: B live rows, G live groups, N most rows of a group, H/K/E query heads, key/value heads, their ratio, D head
+dim, P longest prompt, R longest suffix so far.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from rollplex.models.fused import FusedLayer, fuse_layer
+from rollplex.models.policy import Policy
+from rollplex.models.prefix import PrefixPack
+
+# Suffix caches grow by this many tokens at a time, so that short responses do not pay for max_completion_length.
+SUFFIX_BLOCK = 64
+
+
+class DecodeModel:
+    """The policy's decoder as a lean one-token forward. Reads the training weights in place."""
+
+    def __init__(self, policy: Policy):
+        self.policy, self.adapter, self.shape = policy, policy.adapter, policy.adapter.shape
+        self.fused: list[FusedLayer] = [fuse_layer(layer) for layer in self.adapter.layers]
+        self.has_qk_norm = hasattr(self.adapter.layers[0].self_attn, "q_norm")
+        self.cos_MD = self.sin_MD = torch.empty(0, self.shape.head_dim, dtype=policy.dtype, device=policy.device)
+
+    def logits(self, hidden_BC: torch.Tensor) -> torch.Tensor:
+        """(B, V) logits of hidden states before the final norm."""
+        return F.linear(_rms(hidden_BC, self.adapter.final_norm), self.adapter.lm_head.weight)
+
+    def ensure_positions(self, count: int) -> None:
+        """Rotary tables for text positions [0, count): all three axes equal, as in every response."""
+        if count > self.cos_MD.shape[0]:
+            positions = torch.arange(count, device=self.policy.device).expand(3, -1)
+            cos, sin = self.adapter.rotary(positions, self.policy.dtype)
+            half = self.shape.head_dim // 2
+            # rotate_half(x) * sin == roll(x, D/2) * (-sin for the first half, sin for the second)
+            self.cos_MD, self.sin_MD = cos, torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
+
+    def forward(self, tokens_B: torch.Tensor, prompts: PromptCache, suffix: SuffixCache) -> torch.Tensor:
+        """Feed one token per row; (B, V) logits of the next one."""
+        shape = self.shape
+        suffix.begin_token()
+        x_BC = self.adapter.embed(tokens_B)
+        cos_B1D = self.cos_MD.index_select(0, suffix.positions_B).unsqueeze(1)
+        sin_B1D = self.sin_MD.index_select(0, suffix.positions_B).unsqueeze(1)
+        for number, (layer, fused) in enumerate(zip(self.adapter.layers, self.fused, strict=True)):
+            qk_BJD, v_BKD = self._projections(layer, fused, _rms(x_BC, layer.input_layernorm))
+            qk_BJD = qk_BJD * cos_B1D + torch.roll(qk_BJD, shape.head_dim // 2, -1) * sin_B1D
+            q_BHD, k_BKD = qk_BJD[:, : shape.num_heads], qk_BJD[:, shape.num_heads :]
+            keys, values = suffix.write(number, k_BKD, v_BKD)
+            mixed_BC = prompts.attend(number, q_BHD * shape.scaling, keys, values, suffix.bias_BR)
+            x_BC = x_BC + layer.self_attn.o_proj(mixed_BC)
+            x_BC = x_BC + self._mlp(layer.mlp, fused, _rms(x_BC, layer.post_attention_layernorm))
+        suffix.end_token()
+        return self.logits(x_BC)
+
+    def _projections(self, layer: Any, fused: FusedLayer, h_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k side by side (B, H + K, D), after q/k norm, and v (B, K, D)."""
+        attention, shape = layer.self_attn, self.shape
+        if fused.qkv_weight is not None:
+            qkv_BC = F.linear(h_BC, fused.qkv_weight, fused.qkv_bias)
+        else:
+            qkv_BC = torch.cat([m(h_BC) for m in (attention.q_proj, attention.k_proj, attention.v_proj)], dim=-1)
+        qkv_BJD = qkv_BC.unflatten(-1, (-1, shape.head_dim))
+        num_qk = shape.num_heads + shape.num_kv_heads
+        qk_BJD, v_BKD = qkv_BJD[:, :num_qk], qkv_BJD[:, num_qk:]
+        if self.has_qk_norm:
+            q_BHD = _rms(qk_BJD[:, : shape.num_heads], attention.q_norm)
+            k_BKD = _rms(qk_BJD[:, shape.num_heads :], attention.k_norm)
+            qk_BJD = torch.cat((q_BHD, k_BKD), dim=1)
+        return qk_BJD, v_BKD
+
+    def _mlp(self, mlp: Any, fused: FusedLayer, h_BC: torch.Tensor) -> torch.Tensor:
+        if fused.gate_up_weight is None:
+            return mlp(h_BC)
+        gate_BI, up_BI = F.linear(h_BC, fused.gate_up_weight).chunk(2, dim=-1)
+        return mlp.down_proj(mlp.act_fn(gate_BI) * up_BI)
+
+
+def _rms(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return norm(x)  # 16-bit: the module's own order of casts, as in training
+
+
+class PromptCache:
+    """Keys and values of live prompts, stacked over groups, each held once and read once per step for its group."""
+
+    def __init__(self, model: DecodeModel):
+        self.shape, self.device = model.shape, model.policy.device
+        self.parts: dict[int, tuple[PrefixPack, int]] = {}
+        self.stale = True
+        self.keys: list[torch.Tensor] = []  # per layer (G, K, D, P)
+        self.values: list[torch.Tensor] = []  # per layer (G, K, P, D)
+        self.bias_G1P: torch.Tensor | None = None  # -inf behind shorter prompts; None: equal lengths
+        self.rows_GN: torch.Tensor | None = None  # row of each cell; None: rows are the cells in order
+        self.cells_B = torch.empty(0, dtype=torch.long)
+        self.grid = (0, 0)
+
+    def __contains__(self, rollout_id: int) -> bool:
+        return rollout_id in self.parts
+
+    def add(self, rollout_id: int, pack: PrefixPack, number: int) -> None:
+        """A prompt becomes live."""
+        self.parts[rollout_id] = (pack, number)
+        self.stale = True
+
+    def remove(self, rollout_id: int) -> None:
+        """The prompt's last response ended."""
+        del self.parts[rollout_id]
+        self.stale = True
+
+    def assign(self, owners: list[int]) -> None:
+        """Which group each live row belongs to; restacks keys and values when the set of groups changed."""
+        if not owners:
+            return
+        if self.stale:
+            self._stack()
+        slots = {rollout_id: slot for slot, rollout_id in enumerate(self.parts)}
+        members: list[list[int]] = [[] for _ in slots]
+        for row, owner in enumerate(owners):
+            members[slots[owner]].append(row)
+        width = max(len(rows) for rows in members)
+        self.grid = (len(members), width)
+        flat = [row for rows in members for row in rows + [0] * (width - len(rows))]
+        if flat == list(range(len(owners))):
+            self.rows_GN = None
+            return
+        cells = [0] * len(owners)
+        for slot, rows in enumerate(members):
+            for place, row in enumerate(rows):
+                cells[row] = slot * width + place
+        self.rows_GN = torch.tensor(flat, device=self.device)
+        self.cells_B = torch.tensor(cells, device=self.device)
+
+    def _stack(self) -> None:
+        views = [[pack.kv(layer, number, False) for pack, number in self.parts.values()]
+                 for layer in range(self.shape.num_layers)]
+        lengths = [kv.k_KPD.shape[1] for kv in views[0]]
+        longest = max(lengths)
+        self.keys, self.values = [], []
+        for layer in views:
+            keys = layer[0].k_KPD.new_zeros(len(layer), self.shape.num_kv_heads, self.shape.head_dim, longest)
+            values = layer[0].k_KPD.new_zeros(len(layer), self.shape.num_kv_heads, longest, self.shape.head_dim)
+            for slot, kv in enumerate(layer):
+                keys[slot, :, :, : lengths[slot]] = kv.k_KPD.transpose(1, 2)
+                values[slot, :, : lengths[slot]] = kv.v_KPD
+            self.keys.append(keys)
+            self.values.append(values)
+        self.bias_G1P = None
+        if min(lengths) < longest:
+            behind = torch.arange(longest, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]
+            self.bias_G1P = torch.zeros(behind.shape, dtype=self.keys[0].dtype, device=self.device)
+            self.bias_G1P = self.bias_G1P.masked_fill_(behind, float("-inf"))[:, None, None, :]
+        self.stale = False
+
+    def attend(
+        self, layer: int, q_BHD: torch.Tensor, k_BKRD: torch.Tensor, v_BKRD: torch.Tensor, bias_BR: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of scaled queries over [group's prompt, own suffix]; (B, H * D)."""
+        num_kv, (groups, width) = self.shape.num_kv_heads, self.grid
+        q_BKED = q_BHD.unflatten(1, (num_kv, -1))
+        cells = q_BKED if self.rows_GN is None else q_BKED.index_select(0, self.rows_GN)
+        q_GKSD = cells.unflatten(0, (groups, width)).transpose(1, 2).flatten(2, 3)
+        to_prompt = torch.matmul(q_GKSD, self.keys[layer])
+        if self.bias_G1P is not None:
+            to_prompt = to_prompt + self.bias_G1P
+        to_prompt = self._to_rows(to_prompt, width)
+        to_suffix = torch.matmul(q_BKED, k_BKRD.transpose(2, 3))
+        if bias_BR is not None:
+            to_suffix = to_suffix + bias_BR
+        prompt_tokens = to_prompt.shape[-1]
+        weights = torch.cat((to_prompt, to_suffix), dim=-1)
+        math = weights.dtype if weights.dtype == torch.float64 else torch.float32
+        weights = weights.softmax(-1, dtype=math).to(q_BHD.dtype)
+        mixed = torch.matmul(weights[..., prompt_tokens:], v_BKRD)
+        over_prompt = weights[..., :prompt_tokens]
+        if self.rows_GN is not None:
+            over_prompt = over_prompt.index_select(0, self.rows_GN)
+        over_prompt = over_prompt.unflatten(0, (groups, width)).transpose(1, 2).flatten(2, 3)
+        mixed = mixed + self._to_rows(torch.matmul(over_prompt, self.values[layer]), width)
+        return mixed.flatten(1)
+
+    def _to_rows(self, x_GKSx: torch.Tensor, width: int) -> torch.Tensor:
+        """(G, K, N * E, x) -> (B, K, E, x)."""
+        cells = x_GKSx.unflatten(2, (width, -1)).transpose(1, 2).flatten(0, 1)
+        return cells if self.rows_GN is None else cells.index_select(0, self.cells_B)
+
+
+class SuffixCache:
+    """Keys and values of generated tokens, one row per live response."""
+
+    def __init__(self, model: DecodeModel, max_tokens: int):
+        self.model, self.max_tokens = model, max_tokens
+        self.num_rows = 0
+        self.lengths: list[int] = []  # tokens fed so far, per row
+        self.first: list[int] = []  # position of the first response token, per row
+        self.keys: list[torch.Tensor] = []  # per layer (rows, K, capacity, D)
+        self.values: list[torch.Tensor] = []
+        self.positions_B = torch.empty(0, dtype=torch.long)
+        self.bias_BR: torch.Tensor | None = None
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def grow_rows(self, num_rows: int, first_positions: list[int]) -> None:
+        """Room for `num_rows` rows; the new ones are empty."""
+        self.first.extend(first_positions)
+        self.lengths.extend([0] * len(first_positions))
+        self.num_rows = num_rows
+        self.model.ensure_positions(max(self.first) + self.max_tokens)
+        capacity = self.keys[0].shape[2] if self.keys else 0
+        if not self.keys or self.keys[0].shape[0] < num_rows:
+            self._resize(num_rows, max(capacity, min(SUFFIX_BLOCK, self.max_tokens)))
+
+    def drop_row(self, slot: int) -> None:
+        """Row `slot` ended; the last row takes its place."""
+        last = self.num_rows - 1
+        if slot != last:
+            for tensors in (self.keys, self.values):
+                for tensor in tensors:
+                    tensor[slot].copy_(tensor[last])
+            self.lengths[slot], self.first[slot] = self.lengths[last], self.first[last]
+        self.lengths.pop()
+        self.first.pop()
+        self.num_rows = last
+
+    def begin_token(self) -> None:
+        """Fix where this step's keys and values go and which of them each row may see."""
+        device = self.model.policy.device
+        used = max(self.lengths) + 1
+        if used > self.keys[0].shape[2]:
+            capacity = self.keys[0].shape[2]
+            self._resize(self.keys[0].shape[0], min(self.max_tokens, max(2 * capacity, used)))
+        positions = [first + length for first, length in zip(self.first, self.lengths, strict=True)]
+        self.positions_B = torch.tensor(positions, device=device)
+        self.used = used
+        if min(self.lengths) + 1 == used:
+            self._places, self.bias_BR = None, None
+            return
+        lengths_B = torch.tensor(self.lengths, device=device)
+        self._places = (torch.arange(self.num_rows, device=device), lengths_B)
+        hidden = torch.arange(used, device=device) > lengths_B[:, None]
+        bias = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=device)
+        self.bias_BR = bias.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+
+    def write(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store this token's keys and values; all of the rows' (B, K, R, D) so far."""
+        keys, values = self.keys[layer], self.values[layer]
+        if self._places is None:
+            keys[: self.num_rows, :, self.used - 1] = k_BKD
+            values[: self.num_rows, :, self.used - 1] = v_BKD
+        else:
+            rows, places = self._places
+            keys[rows, :, places] = k_BKD
+            values[rows, :, places] = v_BKD
+        return keys[: self.num_rows, :, : self.used], values[: self.num_rows, :, : self.used]
+
+    def end_token(self) -> None:
+        """This step's token now counts."""
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def _resize(self, rows: int, capacity: int) -> None:
+        shape = self.model.shape
+        for tensors in (self.keys, self.values):
+            for layer in range(shape.num_layers):
+                # zeros, not empty: masked places must hold finite values, 0 * nan is nan
+                fresh = torch.zeros(rows, shape.num_kv_heads, capacity, shape.head_dim,
+                                    dtype=self.model.policy.dtype, device=self.model.policy.device)
+                if layer < len(tensors):
+                    old = tensors[layer]
+                    fresh[: old.shape[0], :, : old.shape[2]] = old
+                    tensors[layer] = fresh
+                else:
+                    tensors.append(fresh)

@@ -1,0 +1,177 @@
+"""The in-process rollout engine: continuous batched decoding on the training weights themselves.
+
+Responses of all prompts decode together. Each prompt's keys and values come from its prefix pass and are held once per
+group; every decode step reads them once for the whole group (two-level attention). A response that ends leaves the batch
+at once: the last live row takes its slot, so that nothing else is copied. Weights are read in place (models/fused.py),
+so there is nothing to publish after an optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rollplex.models.policy import Policy
+from rollplex.rollout.decode import DecodeModel, PromptCache, SuffixCache
+from rollplex.rollout.engine import Finished, SamplingParams
+from rollplex.rollout.sampling import draw, filtered, keyed_uniforms, penalised
+from rollplex.models.prefix import PrefixPack, compute_prefix
+from rollplex.types import FinishReason, PromptSpec, Response
+
+PrefixSource = Callable[[PromptSpec], tuple[PrefixPack, int]]
+"""Gives the pack that holds a prompt's prefix, and its number in it."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A live response."""
+
+    rollout_id: int
+    index: int
+    tokens: list[int]
+    logps: list[float]
+    uniforms: torch.Tensor  # float64 (max_tokens,)
+    prompt: _Prompt
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt with live or waiting responses."""
+
+    rollout_id: int
+    spec: PromptSpec
+    pack: PrefixPack
+    number: int
+    remaining: int
+
+
+class LocalEngine:
+    """RolloutEngine on the policy's own weights. One engine serves one rollout's sampling parameters at a time."""
+
+    def __init__(self, policy: Policy, params: SamplingParams, *, max_rows: int, prefix_source: PrefixSource | None = None):
+        self.policy, self.params, self.max_rows = policy, params, max_rows
+        self.prefix_source = prefix_source or self._own_prefix
+        self.model = DecodeModel(policy)
+        self.weight_version = policy.weight_version
+        self.waiting: deque[_Row] = deque()
+        self.rows: list[_Row] = []
+        self.prompts = PromptCache(self.model)
+        self.suffix = SuffixCache(self.model, params.max_tokens)
+        self.logits_BV: torch.Tensor | None = None
+        self.seen_BV: torch.Tensor | None = None
+        self.stop_ids = frozenset(params.stop_token_ids)
+        banned = torch.tensor(params.banned_token_ids, dtype=torch.long, device=policy.device)
+        self.banned_ids = banned if len(params.banned_token_ids) else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether any response is unfinished."""
+        return bool(self.rows or self.waiting)
+
+    def admit(self, rollout_id: int, spec: PromptSpec) -> None:
+        """Queue all responses of a prompt. Its prefix is taken (or computed) now."""
+        pack, number = self.prefix_source(spec)
+        pack.check_current()
+        prompt = _Prompt(rollout_id, spec, pack, number, self.params.num_generations)
+        for index in range(self.params.num_generations):
+            draws = keyed_uniforms(self.params.seed, rollout_id, index, self.params.max_tokens)
+            self.waiting.append(_Row(rollout_id, index, [], [], torch.from_numpy(draws), prompt))
+
+    def step(self) -> list[Finished]:
+        """One token for every live response."""
+        with torch.inference_mode():
+            self._fill()
+            if not self.rows:
+                return []
+            self._sample()
+            finished = self._retire()
+            self.logits_BV = None
+            if self.rows:
+                live_B = torch.tensor([row.tokens[-1] for row in self.rows], device=self.policy.device)
+                self.logits_BV = self.model.forward(live_B, self.prompts, self.suffix)
+        return finished
+
+    def _own_prefix(self, spec: PromptSpec) -> tuple[PrefixPack, int]:
+        return compute_prefix(self.policy, [spec], "none"), 0
+
+    def _fill(self) -> None:
+        """Let waiting responses take free rows; their first logits come from their prompt's last hidden state."""
+        fresh: list[_Row] = []
+        while self.waiting and len(self.rows) + len(fresh) < self.max_rows:
+            fresh.append(self.waiting.popleft())
+        if not fresh:
+            return
+        for row in fresh:
+            if row.prompt.rollout_id not in self.prompts:
+                self.prompts.add(row.prompt.rollout_id, row.prompt.pack, row.prompt.number)
+        hidden_BC = torch.stack([row.prompt.pack.hidden_GC[row.prompt.number] for row in fresh])
+        logits_BV = self.model.logits(hidden_BC)
+        self.logits_BV = logits_BV if self.logits_BV is None else torch.cat([self.logits_BV, logits_BV])
+        if self.params.repetition_penalty != 1.0:
+            seen = torch.zeros_like(logits_BV, dtype=torch.bool)
+            for number, row in enumerate(fresh):
+                seen[number, row.prompt.spec.input_ids.to(seen.device)] = True
+            self.seen_BV = seen if self.seen_BV is None else torch.cat([self.seen_BV, seen])
+        self.rows.extend(fresh)
+        self.suffix.grow_rows(len(self.rows), [row.prompt.spec.next_position for row in fresh])
+        self.prompts.assign([row.rollout_id for row in self.rows])
+
+    def _sample(self) -> None:
+        """Append one token and its log-prob to every row."""
+        params = self.params
+        assert self.logits_BV is not None  # every live row has logits
+        math = torch.float64 if self.logits_BV.dtype == torch.float64 else torch.float32
+        raw_BV = self.logits_BV.to(math)
+        logps_BV = torch.log_softmax(raw_BV / params.temperature, dim=-1)
+        if self.seen_BV is not None:
+            raw_BV = penalised(raw_BV, self.seen_BV, params.repetition_penalty)
+        scores_BV = raw_BV / params.temperature
+        if self.banned_ids is not None:
+            scores_BV = scores_BV.index_fill(1, self.banned_ids, float("-inf"))
+        if params.greedy:
+            tokens_B = scores_BV.argmax(-1)
+        else:
+            uniforms = torch.stack([row.uniforms[len(row.tokens)] for row in self.rows]).to(scores_BV.device)
+            tokens_B = draw(filtered(scores_BV, params), uniforms)
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(1, tokens_B[:, None], True)
+        chosen_B = logps_BV.gather(1, tokens_B[:, None]).squeeze(1)
+        tokens, logps = tokens_B.tolist(), chosen_B.tolist()
+        for row, token, logp in zip(self.rows, tokens, logps, strict=True):
+            row.tokens.append(token)
+            row.logps.append(logp)
+
+    def _retire(self) -> list[Finished]:
+        """Take ended rows out; the last live row fills each hole."""
+        finished: list[Finished] = []
+        changed = False
+        for slot in range(len(self.rows) - 1, -1, -1):
+            row = self.rows[slot]
+            stopped = row.tokens[-1] in self.stop_ids
+            if not stopped and len(row.tokens) < self.params.max_tokens:
+                continue
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+            response = Response(row.index, tuple(row.tokens), tuple(row.logps), reason)
+            finished.append(Finished(row.rollout_id, response))
+            row.prompt.remaining -= 1
+            if row.prompt.remaining == 0:
+                self.prompts.remove(row.rollout_id)
+            changed = True
+            self._swap_out(slot)
+        if changed:
+            self.prompts.assign([row.rollout_id for row in self.rows])
+        finished.reverse()
+        return finished
+
+    def _swap_out(self, slot: int) -> None:
+        last = self.rows.pop()
+        if slot < len(self.rows):
+            self.rows[slot] = last
+        self.suffix.drop_row(slot)
+        if self.seen_BV is not None:
+            if slot < len(self.rows):
+                self.seen_BV[slot] = self.seen_BV[len(self.rows)].clone()
+            self.seen_BV = self.seen_BV[: len(self.rows)]
