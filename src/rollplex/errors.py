@@ -3,6 +3,8 @@
     RollplexError
     |-- ConfigError      (ValueError)    a key, a value or a combination of options
     |-- RowError         (ValueError)    one data row: its media, placeholders, length or columns
+    |   |-- MediaError                   an image or video of the row that cannot be read
+    |   `-- OverlongPromptError          a prompt longer than data.max_prompt_tokens (the only one that may be dropped)
     |-- ModelError       (ValueError)    a model family, weight file, processor or module that cannot be used
     |-- RewardError      (RuntimeError)  a reward function that raised or answered with the wrong shape
     |-- EngineError      (RuntimeError)  a rollout engine that broke its contract
@@ -26,6 +28,14 @@ class ConfigError(RollplexError, ValueError):
 
 class RowError(RollplexError, ValueError):
     """One data row that cannot be used; the message starts with `row N`."""
+
+
+class MediaError(RowError):
+    """An image or video of one row that is missing, unreadable, empty, or of a type that is not accepted."""
+
+
+class OverlongPromptError(RowError):
+    """A prompt that is longer than `data.max_prompt_tokens` with its media expanded; `data.overlong: drop` drops it."""
 
 
 class ModelError(RollplexError, ValueError):
