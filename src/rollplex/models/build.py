@@ -1,0 +1,288 @@
+"""Small Qwen-VL models from a configuration: tokenizer, processor and weights, without a model hub.
+
+The result is an ordinary transformers model and processor of the family; saved, it loads with the plain auto classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from rollplex.config import BuildConfig
+from rollplex.errors import ModelError
+
+# Order and names of the Qwen2/Qwen3 tokenizers; the pad and the end of a turn are the same there.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+# Chat markup of Qwen. Parts are told apart by their type only: rows that came through Arrow carry all keys in all
+# parts, with None where they do not apply.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}{{ raise_exception('unknown content part type: ' ~ part['type']) }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Pre-tokenization of Qwen: contractions, words, single digits, punctuation, line breaks, blanks.
+_WORD_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+_MERGE_SIZE = 2
+_MAX_POSITIONS = 32768
+_QWEN3_POSITION_GRID = 16  # learned positions per side of the Qwen3-VL tower, resampled to each image's grid
+
+
+def build_processor(
+    family: str,
+    tokenizer_texts: Iterable[str],
+    vocab_size: int,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> Any:
+    """Processor of `family` with a byte-level BPE tokenizer trained on `tokenizer_texts`.
+
+    The tokenizer has at most `vocab_size` entries (fewer when the texts have fewer merges), special tokens included,
+    and can spell any text. `min_pixels` and `max_pixels` bound the area of an image; absent: 4 and 256 visual tokens.
+    Raises ModelError for an unknown family.
+    """
+    if family not in _PATCH_SIZE:
+        raise ModelError(f"model.build.family is {family!r}; families that can be built: {', '.join(_PATCH_SIZE)}")
+    tokenizer = _train_tokenizer(tokenizer_texts, vocab_size)
+    token_area = (_PATCH_SIZE[family] * _MERGE_SIZE) ** 2
+    size = {"shortest_edge": min_pixels or 4 * token_area, "longest_edge": max_pixels or 256 * token_area}
+    if family == "qwen2_5_vl":
+        return Qwen2_5_VLProcessor(
+            image_processor=Qwen2VLImageProcessor(patch_size=14, size=size),
+            tokenizer=tokenizer,
+            video_processor=Qwen2VLVideoProcessor(size=size, cap_pixels_per_frame=False),
+            chat_template=CHAT_TEMPLATE,
+        )
+    # Qwen3-VL bounds the area of a whole video, not of one frame.
+    video_size = {"shortest_edge": size["shortest_edge"], "longest_edge": 16 * size["longest_edge"]}
+    half = [0.5] * 3
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(patch_size=16, size=size, image_mean=half, image_std=half),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(size=video_size, cap_pixels_per_frame=False),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(
+    config: BuildConfig,
+    processor: Any,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    initializer_range: float | None = None,
+) -> Any:
+    """Randomly initialised model of `config.family` whose vocabulary is that of `processor`.
+
+    The weights depend on `config`, the vocabulary size and `seed` only; the global random state is left as it was.
+    `initializer_range` is the standard deviation of all matrices; absent: half of 1/sqrt(width), which is the usual
+    0.02 at width 625. Raises ModelError for sizes that do not fit together.
+    """
+    check_build(config)
+    tokenizer = processor.tokenizer
+    text, vision = _text_config(config, tokenizer), _vision_config(config)
+    if initializer_range is not None:
+        text["initializer_range"] = vision["initializer_range"] = initializer_range
+    ids = {
+        "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        "video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+    }
+    config_class: Any = Qwen2_5_VLConfig if config.family == "qwen2_5_vl" else Qwen3VLConfig
+    model_class: Any = (
+        Qwen2_5_VLForConditionalGeneration if config.family == "qwen2_5_vl" else Qwen3VLForConditionalGeneration
+    )
+    full = config_class(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=config.tie_word_embeddings,
+        dtype=torch.float32,
+        **ids,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(full)
+    cast_parameters(model, dtype)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]),
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    )
+    return model.eval()
+
+
+def cast_parameters(model: Any, dtype: torch.dtype) -> None:
+    """Cast all parameters in place and note it in the config.
+
+    Unlike `model.to(dtype)` it leaves buffers alone: rotary frequencies stay float32, as `from_pretrained` has them.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for config in (model.config, model.config.text_config, model.config.vision_config):
+        config.dtype = dtype
+
+
+def check_build(config: BuildConfig) -> None:
+    """Raises ModelError, naming the option, for sizes that do not fit together."""
+    where = "model.build."
+    if config.family not in _PATCH_SIZE:
+        raise ModelError(f"{where}family is {config.family!r}; families that can be built: {', '.join(_PATCH_SIZE)}")
+    if config.hidden_size % config.num_heads:
+        raise ModelError(f"{where}hidden_size {config.hidden_size} is not a multiple of num_heads {config.num_heads}")
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(f"{where}num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
+    head_dim = config.hidden_size // config.num_heads
+    if head_dim % 2 or head_dim < 8:
+        raise ModelError(
+            f"{where}hidden_size / num_heads is {head_dim}; rotary positions on three axes need an even head size of "
+            "at least 8"
+        )
+    if config.vision_hidden_size % 4:
+        raise ModelError(
+            f"{where}vision_hidden_size {config.vision_hidden_size} is not a multiple of 4, which rotary positions on "
+            "two axes need"
+        )
+
+
+def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(alphabet) + len(SPECIAL_TOKENS):
+        raise ModelError(
+            f"model.build.vocab_size is {vocab_size}; bytes and special tokens alone need "
+            f"{len(alphabet) + len(SPECIAL_TOKENS)}"
+        )
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORD_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+        padding_side="left",
+        model_max_length=_MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _text_config(config: BuildConfig, tokenizer: Any) -> dict[str, Any]:
+    head_dim = config.hidden_size // config.num_heads
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size or 2 * config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": _MAX_POSITIONS,
+        "initializer_range": _initializer_range(config.hidden_size),
+        "eos_token_id": tokenizer.eos_token_id,
+        # As in the published models: with a pad id the embedding would give that row no gradient.
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": _mrope_section(config.family, head_dim),
+        },
+    }
+    if config.family == "qwen3_vl":
+        text["head_dim"] = head_dim
+        text["rope_parameters"]["mrope_interleaved"] = True
+    else:
+        text["bos_token_id"] = None
+    return text
+
+
+def _mrope_section(family: str, head_dim: int) -> list[int]:
+    """Rotary pairs of the time, height and width axes, in the proportions of the published models."""
+    pairs = head_dim // 2
+    # Qwen3-VL interleaves the axes (t h w t h w ...), so height and width may have a third each at most.
+    spatial = max(1, 5 * pairs // 16) if family == "qwen3_vl" else 3 * pairs // 8
+    return [pairs - 2 * spatial, spatial, spatial]
+
+
+def _vision_config(config: BuildConfig) -> dict[str, Any]:
+    width, depth = config.vision_hidden_size, config.vision_depth
+    vision: dict[str, Any] = {
+        "depth": depth,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_heads": _vision_heads(width),
+        "patch_size": _PATCH_SIZE[config.family],
+        "spatial_merge_size": _MERGE_SIZE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": config.hidden_size,
+        "initializer_range": _initializer_range(width),
+    }
+    if config.family == "qwen3_vl":
+        levels = max(1, min(3, depth // 2, config.num_layers))
+        vision["num_position_embeddings"] = _QWEN3_POSITION_GRID**2
+        vision["deepstack_visual_indexes"] = [level * depth // levels for level in range(levels)]
+    else:
+        vision |= {"window_size": 112, "fullatt_block_indexes": [depth - 1], "tokens_per_second": 2}
+    return vision
+
+
+def _vision_heads(width: int) -> int:
+    """Most heads of size 32 or more (16 at least, for narrow towers) whose size is a multiple of 4."""
+    most = max(2, width // 32)
+    return next(heads for heads in range(most, 0, -1) if width % (4 * heads) == 0)
+
+
+def _initializer_range(width: int) -> float:
+    return 0.5 * float(width) ** -0.5
