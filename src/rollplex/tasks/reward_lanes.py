@@ -1,0 +1,231 @@
+"""Threads that run reward functions, each call with a deadline, none able to block another or the interpreter's exit.
+
+Every function has its own lane: a daemon thread that calls a plain function one call at a time (as TRL does, so it need
+not be thread-safe), or a daemon thread with an event loop that runs all calls of an async function at once. The clock
+of a call starts when the call does. A call over its deadline is given up: Python cannot stop a thread, so the lane is
+left behind and its other calls move to a new one. No signals are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0  # an event loop that answers nothing for so long after a call's deadline is taken for blocked
+_numbers = itertools.count()
+
+
+class Overdue(Exception):
+    """Set on the future of a call that passed its deadline."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of one function. `future` is resolved exactly once: answer, exception of the function, or Overdue."""
+
+    run: Callable[[], Any]  # for an async function: makes the coroutine
+    timeout_s: float
+    future: Future[Any] = field(default_factory=Future)
+    deadline: float | None = None  # time.monotonic() value; None until the call starts
+
+
+class FunctionLane:
+    """Runs the calls of one function."""
+
+    def __init__(self, name: str, is_async: bool) -> None:
+        self._name = name
+        self._kind: type[_SyncThread] | type[_LoopThread] = _LoopThread if is_async else _SyncThread
+        self._lock = threading.Condition()
+        self._calls: list[Call] = []  # not yet resolved, in order of submission
+        self._thread: _SyncThread | _LoopThread | None = None
+        self._closed = False
+
+    def submit(self, call: Call) -> None:
+        """Queue a call; returns at once. Raises RuntimeError after close."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the lane of {self._name} is closed")
+            self._calls.append(call)
+            if self._thread is None:
+                self._thread = self._kind(self._name, self)
+                threading.Thread(target=self._watch, name=f"reward-watch-{self._name}", daemon=True).start()
+            self._thread.add(call)
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Cancel all unresolved calls and let the threads end; a hung one stays behind as a daemon."""
+        with self._lock:
+            self._closed = True
+            calls, self._calls = self._calls, []
+            thread, self._thread = self._thread, None
+            self._lock.notify_all()
+        for call in calls:
+            call.future.cancel()
+        if thread is not None:
+            thread.abandon()
+
+    def started(self, call: Call, thread: _SyncThread | _LoopThread) -> bool:
+        """Start the clock of a call. False: the call is no longer this thread's to run."""
+        with self._lock:
+            if thread is not self._thread or call.future.done():
+                return False
+            call.deadline = time.monotonic() + call.timeout_s
+            self._lock.notify_all()
+            return True
+
+    def finished(
+        self, call: Call, thread: _SyncThread | _LoopThread, answer: Any, error: BaseException | None
+    ) -> None:
+        """Resolve a call. Too late, or from a thread that was left behind: ignored."""
+        with self._lock:
+            if thread is not self._thread or call.future.done():
+                return
+            self._calls.remove(call)
+            if error is None:
+                call.future.set_result(answer)
+            else:
+                call.future.set_exception(error)
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                overdue = [c for c in self._calls if c.deadline is not None and c.deadline <= now]
+                if not overdue:
+                    deadlines = [c.deadline for c in self._calls if c.deadline is not None]
+                    self._lock.wait(min(deadlines) - now if deadlines else None)
+                    continue
+                self._calls = [c for c in self._calls if c not in overdue]
+                for call in overdue:
+                    call.future.set_exception(Overdue())
+                thread = self._thread
+            if thread is not None and not thread.drop(overdue):
+                self._replace(thread)
+
+    def _replace(self, stuck: _SyncThread | _LoopThread) -> None:
+        logger.warning(
+            "reward function %s does not return: its thread is left behind, a new one takes over", self._name
+        )
+        with self._lock:
+            if not self._closed:
+                self._thread = self._kind(self._name, self)
+                for call in self._calls:
+                    call.deadline = None
+                    self._thread.add(call)
+        stuck.abandon()
+
+
+class _SyncThread:
+    """Calls one after the other."""
+
+    def __init__(self, name: str, lane: FunctionLane) -> None:
+        self._lane = lane
+        self._queue: deque[Call] = deque()
+        self._wake = threading.Condition()
+        self._abandoned = False
+        threading.Thread(target=self._work, name=f"reward-{name}-{next(_numbers)}", daemon=True).start()
+
+    def add(self, call: Call) -> None:
+        with self._wake:
+            self._queue.append(call)
+            self._wake.notify()
+
+    def drop(self, calls: list[Call]) -> bool:
+        """A running plain function cannot be stopped."""
+        return False
+
+    def abandon(self) -> None:
+        with self._wake:
+            self._abandoned = True
+            self._queue.clear()
+            self._wake.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._abandoned:
+                    self._wake.wait()
+                if self._abandoned:
+                    return
+                call = self._queue.popleft()
+            if not self._lane.started(call, self):
+                continue
+            answer, error = None, None
+            try:
+                answer = call.run()
+            except BaseException as raised:  # also SystemExit of a reward function: it must reach the waiter
+                error = raised
+            self._lane.finished(call, self, answer, error)
+
+
+class _LoopThread:
+    """All calls at once on one event loop, so that a function may keep a client session between calls."""
+
+    def __init__(self, name: str, lane: FunctionLane) -> None:
+        self._lane = lane
+        self._tasks: dict[Call, asyncio.Task[None]] = {}  # touched on the loop only
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._work, name=f"reward-{name}-{next(_numbers)}", daemon=True).start()
+
+    def add(self, call: Call) -> None:
+        self._post(lambda: self._start(call))
+
+    def drop(self, calls: list[Call]) -> bool:
+        """Cancel calls; False when the loop does not answer, which means that a coroutine blocks it."""
+        alive = threading.Event()
+
+        def cancel() -> None:
+            for call in calls:
+                task = self._tasks.pop(call, None)
+                if task is not None:
+                    task.cancel()
+            alive.set()
+
+        return self._post(cancel) and alive.wait(HEARTBEAT_S)
+
+    def abandon(self) -> None:
+        self._post(self._loop.stop)
+
+    def _post(self, callback: Callable[[], None]) -> bool:
+        """Run on the loop; False when it is closed already."""
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            return False
+        return True
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))  # lets the cancelled ones end
+            self._loop.close()
+
+    def _start(self, call: Call) -> None:
+        if self._lane.started(call, self):
+            self._tasks[call] = self._loop.create_task(self._run(call))
+
+    async def _run(self, call: Call) -> None:
+        answer, error = None, None
+        try:
+            answer = await call.run()
+        except BaseException as raised:  # also SystemExit or a cancellation inside the function: the waiter must know
+            error = raised
+        self._tasks.pop(call, None)
+        self._lane.finished(call, self, answer, error)
+
