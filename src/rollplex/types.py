@@ -59,7 +59,7 @@ class PromptSpec:
     row: int  # Example.index, for messages
     input_ids: torch.Tensor  # int64 (P,), placeholders expanded
     positions: torch.Tensor  # int64 (3, P), MRoPE ids (t, h, w)
-    next_position: int  # max(positions) + 1: where every response starts on all three axes (not P)
+    next_position: int  # one past the last prompt token's id: where every response starts on all three axes (not P)
     token_types: torch.Tensor  # int32 (P,): 0 text, 1 image, 2 video
     pixel_values: torch.Tensor | None  # (patches, patch_dim) of all images
     image_grid_thw: torch.Tensor | None  # int64 (images, 3)

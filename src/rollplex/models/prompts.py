@@ -87,7 +87,10 @@ class PromptBuilder:
             **{k: inputs.get(k) for k in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")},
         }
         digest = _digest(self._settings, tensors)
-        return PromptSpec(row=example.index, next_position=int(positions.max()) + 1, digest=digest, **tensors)
+        # One past the last token (text, so equal on all axes), as generate and get_rope_index on the full sequence go
+        # on. It is max(positions) + 1 too, save for long Qwen2.5-VL videos, whose time axis may overtake the text.
+        next_position = int(positions[:, -1].max()) + 1
+        return PromptSpec(row=example.index, next_position=next_position, digest=digest, **tensors)
 
     def _refuse_vision_tokens(self, example: Example) -> None:
         """Text that spells a vision token would become a placeholder without media (or with another item's)."""
@@ -164,12 +167,14 @@ class PromptBuilder:
             (IMAGE, "image", len(example.images), "image_grid_thw", "pixel_values"),
             (VIDEO, "video", len(example.videos), "video_grid_thw", "pixel_values_videos"),
         ):
-            grid = inputs.get(key)
-            grids = grid.tolist() if grid is not None else []
+            grids = inputs[key].tolist() if key in inputs else []
             if len(grids) != count:
                 raise RowError(f"row {example.index}: {count} {name}s went in, {len(grids)} {name} grids came out")
-            if count and len(inputs[pixels]) != int(grid.prod(-1).sum()):
-                raise ModelError(f"row {example.index}: {pixels} has {len(inputs[pixels])} patches, the grids {grids}")
+            patches = sum(t * h * w for t, h, w in grids)
+            if count and len(inputs[pixels]) != patches:
+                raise ModelError(
+                    f"row {example.index}: {pixels} has {len(inputs[pixels])} patches, its grids {grids} need {patches}"
+                )
             wanted: list[int] = []
             for t, h, w in grids:
                 if kind == VIDEO and self._family in _RUN_PER_TIME_STEP:
@@ -188,13 +193,13 @@ class PromptBuilder:
         if not bool(token_types.any()):
             return torch.arange(len(input_ids)).expand(3, -1).clone()
         extra = {"second_per_grid_ts": inputs["second_per_grid_ts"]} if "second_per_grid_ts" in inputs else {}
-        positions, _ = self._rope.get_rope_index(
+        positions: torch.Tensor = self._rope.get_rope_index(
             input_ids[None],
             mm_token_type_ids=token_types[None],
             image_grid_thw=inputs.get("image_grid_thw"),
             video_grid_thw=inputs.get("video_grid_thw"),
             **extra,
-        )
+        )[0]
         return positions[:, 0].contiguous()
 
 

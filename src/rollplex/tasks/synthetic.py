@@ -167,7 +167,7 @@ def _board(rng: np.random.Generator, side: int, count: int) -> Image.Image:
     cell = side / _CELLS
     for spot in rng.permutation(_CELLS * _CELLS)[:count]:
         radius = cell * rng.uniform(0.28, 0.42)
-        slack = cell / 2 - radius
+        slack = max(0.0, cell / 2 - radius - 1)  # a pixel on each side, or neighbours could touch
         x = (spot % _CELLS + 0.5) * cell + rng.uniform(-slack, slack)
         y = (spot // _CELLS + 0.5) * cell + rng.uniform(-slack, slack)
         _draw(draw, _pick(rng, SHAPES), COLOURS[_pick(rng, tuple(COLOURS))], x, y, radius)
@@ -191,7 +191,7 @@ def _motion_clip(rng: np.random.Generator, config: DataConfig, index: int) -> tu
     travel = side * rng.uniform(0.35, 0.55)
     dx, dy = DIRECTIONS[direction]
     # The path's middle is drawn so that the whole path stays in the picture.
-    reach = np.array([radius + abs(dx) * travel / 2, radius + abs(dy) * travel / 2])
+    reach = radius + 1.5 + np.abs([dx, dy]) * travel / 2
     middle = rng.uniform(reach, side - reach)
     frames = []
     for step in range(count):

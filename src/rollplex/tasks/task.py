@@ -1,19 +1,14 @@
-"""What is learnt: the Task protocol, the registry of built-in tasks, and rows from files as a task."""
+"""What is learnt: the Task protocol and the registry of built-in tasks."""
 
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from rollplex.config import DataConfig
 from rollplex.errors import ConfigError
-from rollplex.tasks.rows import example_from_row, row_from_verl
-from rollplex.tasks.sources import open_source
 from rollplex.types import Example
-
-logger = logging.getLogger(__name__)
 
 # TRL's signature: keywords in, one float or None per completion out (or a coroutine of that).
 RewardFunction = Callable[..., Any]
@@ -24,9 +19,8 @@ TASKS: dict[str, str] = {
     "motion": "rollplex.tasks.synthetic:Motion",
     "mixed": "rollplex.tasks.synthetic:Mixed",
     "easy_vqa": "rollplex.tasks.easy_vqa:EasyVqa",
-    "files": "rollplex.tasks.task:FilesTask",
+    "files": "rollplex.tasks.files:FilesTask",
 }
-_MOST_TEXT_ROWS = 2000  # rows of a file that a small tokenizer is trained on
 
 
 @runtime_checkable
@@ -65,59 +59,14 @@ def build_task(config: DataConfig, split: str, seed: int) -> Task:
         raise ConfigError(f"data.task {config.task!r}: no module named {error.name!r}") from error
     except AttributeError as error:
         raise ConfigError(f"data.task {config.task!r}: module {module_name} has no {attribute!r}") from error
-    task = factory(config, split, seed)
+    try:
+        task = factory(config, split, seed)
+    except TypeError as error:
+        raise ConfigError(
+            f"data.task {config.task!r} cannot be made as {attribute}(config, split, seed): {error}"
+        ) from error
     if not isinstance(task, Task):
         raise ConfigError(f"data.task {config.task!r}: {attribute} lacks one of reward_funcs, len, example and texts")
     if len(task) == 0:
         raise ConfigError(f"data.task {config.task!r} has no rows in split {split!r}")
     return task
-
-
-class FilesTask:
-    """Rows from `data.path` in TRL's shape, or verl's (known by its `reward_model` column)."""
-
-    reward_funcs: Sequence[RewardFunction] = ()
-
-    def __init__(self, config: DataConfig, split: str, seed: int) -> None:
-        if config.path is None:
-            raise ConfigError("data.task files needs data.path: a JSONL or parquet file, a saved dataset, or a hub id")
-        self._source = open_source(config.path, split)
-        self._config = config
-        found = len(self._source.rows)
-        self._length = found if config.num_rows is None else min(config.num_rows, found)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def _row(self, index: int) -> Mapping[str, Any]:
-        row = self._source.rows.row(index)
-        return row_from_verl(index, row) if row.get("reward_model") is not None else row
-
-    def example(self, index: int) -> Example:
-        """Row `index` with its media decoded. Raises RowError."""
-        return example_from_row(
-            index,
-            self._row(index),
-            video_fps=self._config.video_fps,
-            max_frames=self._config.max_frames,
-            base_dir=self._source.base_dir,
-        )
-
-    def texts(self) -> Iterator[str]:
-        """Every string of the first rows' prompts and further columns."""
-        for index in range(min(self._length, _MOST_TEXT_ROWS)):
-            row = self._row(index)
-            for key, value in row.items():
-                if key not in ("image", "images", "video", "videos"):
-                    yield from _strings(value)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _strings(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _strings(inner)
