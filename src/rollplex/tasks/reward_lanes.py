@@ -71,6 +71,7 @@ class FunctionLane:
             self._lock.notify_all()
         for call in calls:
             call.future.cancel()
+            call.future.set_running_or_notify_cancel()  # else a waiter would not hear of it
         if thread is not None:
             thread.abandon()
 
