@@ -38,6 +38,17 @@ class VisionFeatures:
 
 
 @dataclass(frozen=True, slots=True)
+class FullBatch:
+    """Whole sequences (prompt and response), right-padded, with explicit positions."""
+
+    embeds_BSC: torch.Tensor  # text embeddings, visual places not yet filled
+    positions_3BS: torch.Tensor
+    mask_BS: torch.Tensor  # 1 on real tokens
+    visual_BS: torch.Tensor  # True where a visual token of the prompt goes
+    vision: VisionFeatures | None
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderShape:
     """Sizes of the language model that attention and caches need."""
 
@@ -71,6 +82,9 @@ class VlmAdapter(Protocol):
         self, layer: nn.Module, x_TC: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Input norm, projections, q/k norm where the family has it, and RoPE: (q_THD, k_TKD, v_TKD)."""
+
+    def full_hidden(self, batch: FullBatch) -> torch.Tensor:
+        """The ordinary full-sequence forward through transformers' own decoder: (B, S, C) after the final norm."""
 
     def finish(self, layer: nn.Module, x_TC: torch.Tensor, attention_TC: torch.Tensor) -> torch.Tensor:
         """Output projection, residual and MLP: the layer's output (T, C)."""

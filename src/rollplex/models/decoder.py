@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rollplex.errors import ModelError
-from rollplex.models.adapter import DecoderShape, VisionFeatures
+from rollplex.models.adapter import DecoderShape, FullBatch, VisionFeatures
 from rollplex.types import PromptSpec
 
 
@@ -34,7 +34,7 @@ class QwenDecoder:
                 "model.lora.target_modules"
             )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.model = model
+        self.text = text
         self.visual = model.model.visual
         self.layers: Sequence[Any] = text.layers
         self.final_norm = text.norm
@@ -78,6 +78,22 @@ class QwenDecoder:
     def finish(self, layer: Any, x_TC: torch.Tensor, attention_TC: torch.Tensor) -> torch.Tensor:
         x_TC = x_TC + layer.self_attn.o_proj(attention_TC)
         return x_TC + layer.mlp(layer.post_attention_layernorm(x_TC))
+
+    def full_hidden(self, batch: FullBatch) -> torch.Tensor:
+        embeds_BSC, extra = batch.embeds_BSC, {}
+        if batch.vision is not None:
+            features = batch.vision.embeds.to(embeds_BSC.dtype)
+            embeds_BSC = embeds_BSC.masked_scatter(batch.visual_BS.unsqueeze(-1), features)
+            if batch.vision.deepstack:
+                extra = {"visual_pos_masks": batch.visual_BS, "deepstack_visual_embeds": list(batch.vision.deepstack)}
+        output = self.text(
+            inputs_embeds=embeds_BSC,
+            position_ids=batch.positions_3BS,
+            attention_mask=None if bool(batch.mask_BS.all()) else batch.mask_BS,
+            use_cache=False,
+            **extra,
+        )
+        return output.last_hidden_state
 
     def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
         """All media of all prompts through the tower in one call, then back into placeholder order."""

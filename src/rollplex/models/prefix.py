@@ -69,7 +69,7 @@ class PrefixPack:
                 f"policy now has v{self.policy.weight_version}; compute it again after every optimizer step"
             )
         if self.consumed:
-            raise StateError(f"prefix of rows {[s.row for s in self.specs]} was already consumed by its backward")
+            raise StateError(f"prefix of rows {[s.row for s in self.specs]} was already consumed")
 
     def want_grads(self) -> None:
         """Allocate the boundary accumulators (once)."""
@@ -78,6 +78,12 @@ class PrefixPack:
             self.grad_keys = [torch.zeros_like(k, dtype=math) for k in self.keys]
             self.grad_values = [torch.zeros_like(v, dtype=math) for v in self.values]
             self.grad_hidden_GC = torch.zeros_like(self.hidden_GC, dtype=math)
+
+    def release(self) -> None:
+        """Drop everything; any later use raises."""
+        self.consumed = True
+        self.graph, self.keys, self.values = None, [], []
+        self.grad_keys, self.grad_values, self.grad_hidden_GC = [], [], None
 
     def kv(self, layer: int, number: int, with_grads: bool) -> PrefixKV:
         """Views (K, P, D) of prompt `number` in `layer`."""
@@ -88,22 +94,6 @@ class PrefixPack:
             tensors += [self.grad_keys[layer], self.grad_values[layer]]
         views = [t[part].transpose(0, 1) for t in tensors]
         return PrefixKV(views[0], views[1], *(views[2:] if with_grads else (None, None)))
-
-
-def pack_by_tokens(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Consecutive items packed while their sum stays within `budget`; an item over it stands alone.
-
-    Example: pack_by_tokens([3, 3, 9, 2], budget=6) == [[0, 1], [2], [3]]
-    """
-    packs: list[list[int]] = []
-    total = 0
-    for item, size in enumerate(sizes):
-        if not packs or total + size > budget:
-            packs.append([])
-            total = 0
-        packs[-1].append(item)
-        total += size
-    return packs
 
 
 def compute_prefix(policy: Policy, specs: Sequence[PromptSpec], activations: Activations) -> PrefixPack:
@@ -134,9 +124,7 @@ def backward_prefix(pack: PrefixPack) -> None:
             outputs = _forward(pack.policy, pack.specs, checkpointed=False)
     grads = [*pack.grad_keys, *pack.grad_values, pack.grad_hidden_GC]
     pairs = [(t, g.to(t.dtype)) for t, g in zip(outputs.tensors(), grads, strict=True) if t.requires_grad]
-    pack.consumed = True
-    pack.graph, pack.keys, pack.values = None, [], []
-    pack.grad_keys, pack.grad_values, pack.grad_hidden_GC = [], [], None
+    pack.release()
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 

@@ -21,8 +21,8 @@ from rollplex.rollout.sampling import draw, filtered, keyed_uniforms, penalised
 from rollplex.models.prefix import PrefixPack, compute_prefix
 from rollplex.types import FinishReason, PromptSpec, Response
 
-PrefixSource = Callable[[PromptSpec], tuple[PrefixPack, int]]
-"""Gives the pack that holds a prompt's prefix, and its number in it."""
+PrefixSource = Callable[[int, PromptSpec], tuple[PrefixPack, int]]
+"""(rollout id, prompt) -> the pack that holds its prefix, and the prompt's number in that pack."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class LocalEngine:
 
     def admit(self, rollout_id: int, spec: PromptSpec) -> None:
         """Queue all responses of a prompt. Its prefix is taken (or computed) now."""
-        pack, number = self.prefix_source(spec)
+        pack, number = self.prefix_source(rollout_id, spec)
         pack.check_current()
         prompt = _Prompt(rollout_id, spec, pack, number, self.params.num_generations)
         for index in range(self.params.num_generations):
@@ -94,7 +94,7 @@ class LocalEngine:
                 self.logits_BV = self.model.forward(live_B, self.prompts, self.suffix)
         return finished
 
-    def _own_prefix(self, spec: PromptSpec) -> tuple[PrefixPack, int]:
+    def _own_prefix(self, _rollout_id: int, spec: PromptSpec) -> tuple[PrefixPack, int]:
         return compute_prefix(self.policy, [spec], "none"), 0
 
     def _fill(self) -> None:

@@ -1,0 +1,123 @@
+"""AdamW on the trainable parameters, with fp32 masters under 16-bit weights, clipping and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollplex.config import TrainConfig
+from rollplex.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """What one optimizer step did."""
+
+    grad_norm: float  # global L2 norm before clipping
+    learning_rate: float
+
+
+def learning_rate_at(step: int, total_steps: int, config: TrainConfig) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.lr_scheduler_type == "constant":
+        return config.learning_rate
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, progress)
+    if config.lr_scheduler_type == "linear":
+        return config.learning_rate * (1.0 - progress)
+    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class PolicyOptimizer:
+    """Owns the gradients between micro-batches: 16-bit weights accumulate theirs in the fp32 masters."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, total_steps: int):
+        self.config, self.total_steps, self.num_steps = config, total_steps, 0
+        self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters: dict[str, torch.Tensor] = {}
+        for name, weight in self.weights.items():
+            if weight.dtype in (torch.float32, torch.float64):
+                self.masters[name] = weight
+            else:
+                self.masters[name] = weight.detach().float()
+                weight.register_post_accumulate_grad_hook(self._accumulate(name))
+        decayed = [self.masters[name] for name, weight in self.weights.items() if weight.ndim >= 2]
+        plain = [self.masters[name] for name, weight in self.weights.items() if weight.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=True,
+        )
+
+    def _accumulate(self, name: str) -> Any:
+        def hook(weight: torch.Tensor) -> None:
+            master, gradient = self.masters[name], weight.grad
+            assert gradient is not None  # the hook runs after accumulation
+            if master.grad is None:
+                master.grad = gradient.float()
+            else:
+                master.grad.add_(gradient)
+            weight.grad = None
+
+        return hook
+
+    def step(self) -> OptimizerStep:
+        """Clip, update, write 16-bit weights from their masters, drop the gradients."""
+        rate = learning_rate_at(self.num_steps, self.total_steps, self.config)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.config.max_grad_norm)
+        self.adamw.step()
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                if self.masters[name] is not weight:
+                    weight.copy_(self.masters[name])
+        self.drop_gradients()
+        self.num_steps += 1
+        return OptimizerStep(float(norm), rate)
+
+    def drop_gradients(self) -> None:
+        """Forget all accumulated gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+        for weight in self.weights.values():
+            weight.grad = None
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """Everything needed to go on bitwise, keyed by '<state>/<parameter name>'."""
+        state: dict[str, torch.Tensor] = {}
+        for name, master in self.masters.items():
+            for key, value in self.adamw.state.get(master, {}).items():
+                state[f"{key}/{name}"] = value
+            if master is not self.weights[name]:
+                state[f"master/{name}"] = master
+        return state
+
+    def load_named_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
+        """Inverse of `named_state`. Raises CheckpointError naming tensors that are missing, left over or misshapen."""
+        names = set(self.masters)
+        left_over = sorted({key.split("/", 1)[1] for key in state} - names)
+        missing = sorted(n for n in names if num_steps > 0 and f"exp_avg/{n}" not in state)
+        if left_over or missing:
+            raise CheckpointError(
+                f"optimizer state does not fit this model: missing {missing[:3]}, not in the model {left_over[:3]}; "
+                "resume with the model.* options of the checkpoint's config.yaml"
+            )
+        for key, value in state.items():
+            kind, name = key.split("/", 1)
+            master = self.masters[name]
+            if kind != "step" and value.shape != master.shape:
+                raise CheckpointError(f"optimizer state {key} has shape {tuple(value.shape)}, needed {tuple(master.shape)}")
+            if kind == "master":
+                master.copy_(value)
+            else:
+                self.adamw.state[master][kind] = value.clone()
+        self.num_steps = num_steps
