@@ -18,9 +18,7 @@ from rollplex.models.adapter import FAMILIES
 from rollplex.models.build import build_model, build_processor
 from rollplex.models.exactness import check_exact
 from rollplex.models.lora import add_lora
-from rollplex.models.save import save_pretrained
-
-__all__ = ["DTYPES", "LoadedModel", "check_processor", "check_weight_files", "load_model", "save_pretrained"]
+from rollplex.models.tensor_files import safetensors_sizes, tensor_file_names
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -98,29 +96,12 @@ def check_processor(config: Any, processor: Any) -> None:
         )
 
 
-def safetensors_sizes(path: Path) -> tuple[int, int]:
-    """(bytes found, bytes that the header calls for) of a safetensors file; a header cut short counts as needing more."""
-    found = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        header_size = int.from_bytes(prefix, "little") if len(prefix) == 8 else 0
-        if len(prefix) < 8 or 8 + header_size > found:
-            return found, 8 + header_size if len(prefix) == 8 else 8
-        header = json.loads(file.read(header_size))
-    ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-    return found, 8 + header_size + max(ends, default=0)
-
-
 def check_weight_files(folder: Path) -> None:
     """Raises ModelError naming the first weight file of `folder` that is missing or cut short."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError) as error:
-            raise ModelError(f"{index} is not a weight index: {error} (model.path)") from error
-    else:
-        names = ["model.safetensors"]
+    try:
+        names = tensor_file_names(folder)
+    except ValueError as error:
+        raise ModelError(f"{error} (model.path)") from error
     for name in names:
         path = folder / name
         if not path.is_file():
@@ -130,7 +111,7 @@ def check_weight_files(folder: Path) -> None:
         try:
             found, needed = safetensors_sizes(path)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{path} is not a safetensors file: {error} (model.path)") from error
+            raise ModelError(f"{path} is not a safetensors file: {error!r} (model.path)") from error
         if found != needed:
             raise ModelError(
                 f"{path} is cut short or damaged: it has {found} bytes, its header calls for {needed}; copy it again "
