@@ -156,6 +156,16 @@ def test_g09_row_over_its_deadline_is_named_and_does_not_hold_the_process():
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("rollplex-media"))
 
 
+def test_g09_slow_row_is_reported_while_the_step_waits(caplog):
+    def slow(index):
+        time.sleep(0.5)
+        return load(index)
+
+    with make(load=slow, media_timeout_s=1.2, media_workers=1, ahead=1) as prompts:
+        assert rows(prompts, 1) == [ORDER.row_at(0)]
+    assert any(f"row {ORDER.row_at(0)}: its media are slow" in record.getMessage() for record in caplog.records)
+
+
 def hang_free(prompts, hang):
     threading.Timer(1.0, hang.set).start()  # so that close() needs not wait for its own deadline
     next(prompts)

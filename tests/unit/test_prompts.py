@@ -361,7 +361,7 @@ def test_chat_template_that_loses_or_merges_media_is_refused(family):
     row = example(IMAGE, IMAGE, images=[picture(), picture()])
     with pytest.raises(
         RowError,
-        match=r"^row 7: image placeholder runs have \[8\] tokens, the grids need \[4, 4\]|^row 7: image placeholder runs",
+        match=r"^row 7: image placeholder runs have \[\d+\] tokens, the grids need \[(\d+), \1\]",
     ):
         made_builder.build(row)
     made_builder.processor.chat_template = "{{ raise_exception('no system role') }}"
@@ -371,7 +371,7 @@ def test_chat_template_that_loses_or_merges_media_is_refused(family):
 
 def test_processor_of_another_model_is_refused():
     qwen25, qwen3 = made("qwen2_5_vl"), made("qwen3_vl")
-    with pytest.raises(ModelError, match="patch_size is 14, the model's vision patch_size 16"):
+    with pytest.raises(ModelError, match="patch_size is 14, the model's patch_size 16"):
         PromptBuilder(qwen25[0], qwen3[1].config, DataConfig())
     config = type(qwen3[1].config)(**{**qwen3[1].config.to_dict(), "image_token_id": 5})
     with pytest.raises(ModelError, match="image_token is"):

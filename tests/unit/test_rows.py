@@ -9,7 +9,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -214,6 +214,37 @@ def test_truncated_image_is_refused_however_it_is_cut(kind):
 def test_random_bytes_never_escape_as_another_error(data):
     with pytest.raises(MediaError, match="^row 7: "):
         read({"prompt": user(IMAGE), "images": [data]})
+
+
+JUNK = st.sampled_from(
+    [None, 3, "", "text", [], {}, {"type": ["image"]}, {"type": "image", "x": 1}, True, b"junk", 1.5]
+)
+PART = st.sampled_from([IMAGE, VIDEO, TEXT]) | JUNK
+CONTENT = (
+    st.lists(st.sampled_from([IMAGE, VIDEO, TEXT]), max_size=3) | st.just("Hi") | st.lists(PART, max_size=2) | JUNK
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", "x", None]), "content": CONTENT}
+)
+GOOD_OR_JUNK = st.just(picture(8)) | JUNK
+MEDIA = st.lists(st.just(picture(8)), max_size=2) | st.lists(GOOD_OR_JUNK, max_size=2) | JUNK
+ROW = st.fixed_dictionaries(
+    {"prompt": st.lists(MESSAGE, max_size=2) | JUNK},
+    optional={"images": MEDIA, "image": GOOD_OR_JUNK, "videos": MEDIA, "video": MEDIA},
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=300)
+@given(ROW)
+def test_any_row_is_an_example_with_matching_placeholders_or_a_row_error(row):
+    try:
+        example = read(row)
+    except RowError as error:
+        assert str(error).startswith("row 7: ")
+        return
+    messages = [] if isinstance(example.prompt, str) else example.prompt
+    kinds = [part["type"] for m in messages if isinstance(m["content"], list) for part in m["content"]]
+    assert (kinds.count("image"), kinds.count("video")) == (len(example.images), len(example.videos))
 
 
 def test_verl_row_with_tags():

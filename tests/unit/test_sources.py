@@ -169,3 +169,15 @@ def test_class_labels_and_numbers_come_out_as_stored(tmp_path):
     row = open_source(str(tmp_path / "d"), "train").rows.row(0)
     assert row == {"prompt": "a", "x": 1.5, "v": [1, 2]}
     assert np.asarray(row["v"]).tolist() == [1, 2]
+
+
+def test_plain_folders_and_hub_ids_go_through_load_dataset(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    (tmp_path / "d").mkdir()
+    table().to_parquet(tmp_path / "d" / "train-00000.parquet")
+    check(files_task(tmp_path / "d"))
+    with pytest.raises(ConfigError, match="split 'test', cannot be loaded"):
+        files_task(tmp_path / "d", "test")
+    with pytest.raises(ConfigError, match="nobody/nothing, split 'train', cannot be loaded"):
+        files_task("nobody/nothing")

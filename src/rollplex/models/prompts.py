@@ -115,7 +115,7 @@ class PromptBuilder:
         ):
             if text.count(token) != count:
                 raise RowError(
-                    f"row {example.index}: the chat template wrote {text.count(token)} {token} for {count} media items; "
+                    f"row {example.index}: the chat template wrote {text.count(token)} {token} for {count} media; "
                     "every media part must become exactly one placeholder"
                 )
         return text
@@ -223,7 +223,7 @@ def _vision_tokens(processor: Any, model_config: Any) -> tuple[str, ...]:
     for attribute, token in (("image_token", tokens[0]), ("video_token", tokens[1])):
         if getattr(processor, attribute) != token:
             raise ModelError(
-                f"the processor's {attribute} is {getattr(processor, attribute)!r}, the model's id stands for {token!r}; "
+                f"the processor's {attribute} is {getattr(processor, attribute)!r}, the model's id is {token!r}; "
                 "they are not from one checkpoint"
             )
     return tuple(tokens)
@@ -240,7 +240,7 @@ def _check_patches(processor: Any, vision_config: Any) -> None:
         for kind, part in (("image", processor.image_processor), ("video", processor.video_processor)):
             if getattr(part, name) != wanted:
                 raise ModelError(
-                    f"the {kind} processor's {name} is {getattr(part, name)}, the model's vision {model_name} {wanted}; "
+                    f"the {kind} processor's {name} is {getattr(part, name)}, the model's {model_name} {wanted}; "
                     "they are not from one checkpoint"
                 )
 
@@ -305,5 +305,5 @@ def _digest(settings: bytes, tensors: Mapping[str, torch.Tensor | None]) -> str:
         digest.update(name.encode())
         if tensor is not None:
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

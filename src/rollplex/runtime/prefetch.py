@@ -20,6 +20,7 @@ from rollplex.types import Example, PromptSpec
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS = 5.0  # for a worker to end its current row at close
+_SLOW_FRACTION = 0.25  # of the deadline, after which a row that the step waits for is reported
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class Prefetcher(Iterator[tuple[Example, PromptSpec]]):
             self._queue.put(None)
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(_left(deadline))
         stuck = [job.row for job in self._jobs if job.started.is_set() and not job.finished.is_set()]
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("media threads still busy %.0f s after close, with rows %s", _JOIN_SECONDS, stuck)
@@ -153,7 +154,14 @@ class Prefetcher(Iterator[tuple[Example, PromptSpec]]):
         limit = self._data.media_timeout_s
         if not job.started.wait(limit) or job.started_at is None:
             raise DeadlineError(f"row {job.row}: no media thread took it up within data.media_timeout_s={limit:g} s")
-        if not job.finished.wait(max(0.0, job.started_at + limit - time.monotonic())):
+        if not job.finished.wait(_left(job.started_at + limit * _SLOW_FRACTION)):
+            logger.warning(
+                "row %d: its media are slow, not ready after %.1f s; data.media_timeout_s ends the wait after %g s",
+                job.row,
+                time.monotonic() - job.started_at,
+                limit,
+            )
+        if not job.finished.wait(_left(job.started_at + limit)):
             raise DeadlineError(
                 f"row {job.row}: its media and prompt were not ready after data.media_timeout_s={limit:g} s; "
                 "raise the limit or mend the row"
@@ -173,3 +181,8 @@ class Prefetcher(Iterator[tuple[Example, PromptSpec]]):
                 job.error = error
             finally:
                 job.finished.set()
+
+
+def _left(moment: float) -> float:
+    """Seconds until `moment` on the monotonic clock, 0 when it has passed."""
+    return max(0.0, moment - time.monotonic())

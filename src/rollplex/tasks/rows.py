@@ -139,7 +139,7 @@ def _message(message: Any, position: int, where: str) -> dict[str, Any]:
         out["content"] = parts
     elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise RowError(
-            f"{where}: prompt[{position}] needs 'content' as a string or a list of parts, found {type(content).__name__}"
+            f"{where}: prompt[{position}] needs 'content' as a string or list of parts, found {type(content).__name__}"
         )
     return out
 
@@ -150,7 +150,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         if not isinstance(part.get("text"), str):
             raise RowError(f"{where}: a text part needs 'text' as a string, found {part.get('text')!r:.80}")
         return {"type": "text", "text": part["text"]}
-    if kind in MEDIA_COLUMNS:
+    if isinstance(kind, str) and kind in MEDIA_COLUMNS:
         extra = sorted(key for key, value in part.items() if key != "type" and value is not None)
         if extra:
             raise RowError(

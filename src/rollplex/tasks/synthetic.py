@@ -109,7 +109,7 @@ class Motion(Synthetic):
 
 
 class Mixed(Synthetic):
-    """Rows in turn: one image, two images of different size, a video, text only. Used by `rollplex verify` and tests."""
+    """Rows in turn: one image, two images of different size, a video, text only. For `rollplex verify` and tests."""
 
     reward_funcs = (exact_match,)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import numbers
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -146,7 +147,7 @@ def _frame(frame: Image.Image | np.ndarray, where: str, index: int) -> np.ndarra
 
 
 def _positive_rate(fps: float, where: str) -> float:
-    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not math.isfinite(fps) or fps <= 0:
+    if isinstance(fps, bool) or not isinstance(fps, numbers.Real) or not math.isfinite(fps) or fps <= 0:
         raise MediaError(f"{where}: 'fps' must be a positive number, found {fps!r}")
     return float(fps)
 
