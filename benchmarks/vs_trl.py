@@ -44,7 +44,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="unmeasured steps of each arm (default 2)")
     parser.add_argument("--blocks", type=int, default=3, help="measured blocks of each arm (default 3)")
     parser.add_argument("--block-steps", type=int, default=2, help="steps of a block (default 2)")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="one arm alone gives no ratio")
+    parser.add_argument(
+        "--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="one arm alone gives no ratio"
+    )
     parser.add_argument("--trl-micro-batch", type=int, help="TRL's per_device_train_batch_size (default: the batch)")
     parser.add_argument("--no-pin", action="store_true", help="let arms use all cores beside their torch threads")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for loading, or for one block")

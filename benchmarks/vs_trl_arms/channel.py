@@ -1,7 +1,7 @@
 """An arm's side of the pipe: JSON lines in on stdin, out on what was stdout.
 
-    parent -> arm   the ArmSpec, then {"steps": n} any number of times, then end of file
-    arm -> parent   {"event": "ready", ...}, then {"event": "block", "steps": [...], "peak_rss": bytes} per request
+parent -> arm   the ArmSpec, then {"steps": n} any number of times, then end of file
+arm -> parent   {"event": "ready", ...}, then {"event": "block", "steps": [...], "peak_rss": bytes} per request
 """
 
 from __future__ import annotations

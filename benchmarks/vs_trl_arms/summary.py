@@ -114,15 +114,18 @@ def commit() -> dict[str, Any]:
 
 
 def _git(*args: str) -> str:
-    done = subprocess.run(
-        ["git", *args], cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False
-    )
+    done = subprocess.run(["git", *args], cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def provenance() -> dict[str, Any]:
     """What every result file states: measured, where, when, at which commit."""
-    return {"source": "measured", "date": datetime.now(UTC).isoformat(timespec="seconds"), "hardware": machine(), **commit()}
+    return {
+        "source": "measured",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": machine(),
+        **commit(),
+    }
 
 
 def write_result(name: str, result: Mapping[str, Any], threads: int, folder: Path) -> Path:
