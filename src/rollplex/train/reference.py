@@ -13,9 +13,10 @@ from rollplex.models.policy import Policy
 class Reference:
     """Log-probs of the policy that training started from. Its weights never change, so its prefixes never go stale."""
 
-    def __init__(self, policy: Policy):
-        """Freeze `policy` as it is now. With LoRA nothing is copied: its base model is the reference."""
-        self.shares_weights = hasattr(policy.model, "disable_adapter")
+    def __init__(self, policy: Policy, *, adapters_are_fresh: bool = True):
+        """Freeze `policy` as it is now. With fresh LoRA adapters (which change nothing yet) nothing is copied: the base
+        model is the reference."""
+        self.shares_weights = adapters_are_fresh and hasattr(policy.model, "disable_adapter")
         if self.shares_weights:
             model: Any = policy.model
         else:

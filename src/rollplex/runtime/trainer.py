@@ -1,0 +1,201 @@
+"""The outer loop: prompts in data order, steps, reports, evaluations, checkpoints, resume.
+
+    session -> warm start -> reference -> [step -> report -> (completions) -> (evaluate) -> (checkpoint)] x max_steps
+Everything that decides the weights is keyed by the seed and the position in the data, so a run that was killed and
+resumed ends with the same bits as one that was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollplex.config import Config
+from rollplex.errors import CheckpointError
+from rollplex.runtime.collect import Collector
+from rollplex.runtime.evaluate import evaluate
+from rollplex.runtime.learner import Learner, StepOutcome
+from rollplex.runtime.run_folder import RunFolder
+from rollplex.runtime.session import PromptFeed, Session, build_session
+from rollplex.runtime.trackers import Trackers
+from rollplex.runtime.warm_model import ensure_warm_start
+from rollplex.tasks.rewards import RewardRunner, TrainerState
+from rollplex.train.checkpoint import load_checkpoint, save_checkpoint
+from rollplex.train.checkpoint_folder import prune, recover
+from rollplex.train.optimizer import PolicyOptimizer
+from rollplex.train.reference import Reference
+from rollplex.train.resume import resolve_resume
+from rollplex.types import StepReport
+
+
+class Observer(Protocol):
+    """What a run tells while it goes on. runtime/progress.py shows it in a terminal."""
+
+    def on_run_start(self, config: Config, total_steps: int) -> None: ...
+    def on_warm_start_step(self, step: int, total: int, metrics: Mapping[str, float]) -> None: ...
+    def on_step(self, report: StepReport) -> None: ...
+    def on_checkpoint(self, path: Path) -> None: ...
+    def on_message(self, text: str) -> None: ...
+    def on_run_end(self, result: RunResult) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Where a finished run left what it made."""
+
+    output_dir: Path
+    steps: int
+    rewards: tuple[float, ...]  # mean reward of each step of this process
+    checkpoint: Path | None  # the newest one
+    evaluation: Mapping[str, float]  # of the final weights; empty without data.eval_split
+
+
+class Trainer:
+    """A run in memory: `run_step` is one rollout with its optimizer steps, `train` the whole run with its folder."""
+
+    def __init__(self, config: Config, observer: Observer | None = None):
+        """Build everything and bring the weights to where training starts or resumes."""
+        self.config, self.observer = config, observer
+        self.resumed_from = resolve_resume(config.run)
+        self.session: Session = build_session(config)
+        policy = self.session.policy
+        warmed = config.warm_start.steps > 0
+        if self.resumed_from is None or config.algorithm.beta > 0:
+            ensure_warm_start(self.session, self._on_warm_start_step)
+        self.reference = None
+        if config.algorithm.beta > 0:
+            self.reference = Reference(policy, adapters_are_fresh=not warmed)
+        updates = config.algorithm.num_iterations * config.algorithm.steps_per_generation
+        self.optimizer = PolicyOptimizer(policy.model, config.train, config.train.max_steps * updates)
+        self.step = 0
+        self.num_tokens = 0.0
+        position = next_rollout_id = 0
+        if self.resumed_from is not None:
+            position, next_rollout_id = self._restore(self.resumed_from)
+        self.feed = PromptFeed(self.session, position=position, next_rollout_id=next_rollout_id)
+        self.rewards = RewardRunner(config.rewards, self.session.task.reward_funcs)
+        self.collector = Collector(self.session.tokenizer, self.rewards, config.rewards.timeout_s)
+        self.learner = Learner(
+            policy,
+            self.optimizer,
+            self.reference,
+            self.collector,
+            config,
+            stop_token_ids=self.session.stop_token_ids,
+        )
+
+    def run_step(self) -> tuple[StepReport, StepOutcome]:
+        """One rollout and its optimizer steps."""
+        state = TrainerState(global_step=self.step, max_steps=self.config.train.max_steps)
+        outcome = self.learner.step(self.feed.take, state)
+        self.step += 1
+        self.num_tokens += outcome.metrics.get("num_tokens", 0.0)
+        metrics = {
+            **outcome.metrics,
+            "num_tokens": self.num_tokens,
+            "epoch": self.feed.epoch,
+            "data/dropped_rows": float(self.feed.dropped),
+        }
+        return StepReport(self.step, metrics), outcome
+
+    def train(self) -> RunResult:
+        """Run to `train.max_steps`, writing the run folder."""
+        config = self.config
+        output_dir = Path(config.run.output_dir)
+        recover(output_dir)
+        folder = RunFolder.open(config, resume_step=self.step if self.resumed_from is not None else None)
+        trackers = Trackers(config)
+        rewards: list[float] = []
+        checkpoint: Path | None = self.resumed_from
+        self._tell("on_run_start", config, config.train.max_steps)
+        try:
+            while self.step < config.train.max_steps:
+                report, outcome = self.run_step()
+                evaluated = self._evaluate_if_due(self.step, config.run.eval_steps)
+                report = StepReport(report.step, {**report.metrics, **evaluated})
+                folder.log(report)
+                trackers.log(report)
+                self._tell("on_step", report)
+                if "reward" in report.metrics:
+                    rewards.append(report.metrics["reward"])
+                if _due(self.step, config.run.log_completions_steps):
+                    folder.log_completions(self.step, outcome.groups, outcome.texts)
+                if _due(self.step, config.run.save_steps) or self.step == config.train.max_steps:
+                    checkpoint = self.save()
+            evaluation = self._evaluate_if_due(1, 1)
+            result = RunResult(output_dir, self.step, tuple(rewards), checkpoint, evaluation)
+            folder.finish(evaluation)
+        finally:
+            trackers.close()
+            self.close()
+        self._tell("on_run_end", result)
+        return result
+
+    def save(self) -> Path:
+        """Write checkpoint-<step> and drop old ones beyond run.save_total_limit."""
+        output_dir = Path(self.config.run.output_dir)
+        folder = save_checkpoint(
+            output_dir / f"checkpoint-{self.step}",
+            model=self.session.loaded.model,
+            processor=self.session.loaded.processor,
+            optimizer=self.optimizer,
+            trainer_state={
+                "step": self.step,
+                "weight_version": self.session.policy.weight_version,
+                "position": self.feed.position,
+                "next_rollout_id": self.feed.next_rollout_id,
+                "num_tokens": self.num_tokens,
+                "seed": self.config.run.seed,
+            },
+            config=self.config,
+        )
+        prune(output_dir, self.config.run.save_total_limit)
+        self._tell("on_checkpoint", folder)
+        return folder
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy evaluation on data.eval_split."""
+        state = TrainerState(global_step=self.step, max_steps=self.config.train.max_steps)
+        return evaluate(self.session, self.collector, self.learner.params, state)
+
+    def close(self) -> None:
+        """Stop media and reward threads."""
+        self.feed.close()
+        self.rewards.close()
+
+    def _evaluate_if_due(self, step: int, every: int) -> dict[str, float]:
+        if self.config.data.eval_split is None or not _due(step, every):
+            return {}
+        return self.evaluate()
+
+    def _restore(self, folder: Path) -> tuple[int, int]:
+        """Weights, optimizer and counters of a checkpoint; (data position, next rollout id)."""
+        restored = load_checkpoint(
+            folder, model=self.session.loaded.model, optimizer=self.optimizer, config=self.config
+        )
+        state = restored.trainer_state
+        try:
+            self.step = int(state["step"])
+            self.num_tokens = float(state["num_tokens"])
+            self.session.policy.weight_version = int(state["weight_version"])
+            return int(state["position"]), int(state["next_rollout_id"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}/trainer_state.json lacks or garbles {error} (run.resume_from_checkpoint)") from error
+
+    def _on_warm_start_step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        self._tell("on_warm_start_step", step, total, metrics)
+
+    def _tell(self, event: str, *args: Any) -> None:
+        if self.observer is not None:
+            getattr(self.observer, event)(*args)
+
+
+def train(config: Config, *, observer: Observer | None = None) -> RunResult:
+    """Train by `config` from start (or checkpoint) to end."""
+    return Trainer(config, observer).train()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
