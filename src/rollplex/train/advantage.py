@@ -32,8 +32,8 @@ class Advantages:
     """Advantages of a batch of groups, in the order given."""
 
     values: tuple[tuple[float, ...], ...]  # per group, per response
-    zero_std: tuple[bool, ...]  # per group: its rewards have no spread (G=1 included), so it teaches nothing
-    frac_reward_zero_std: float  # TRL's metric: fraction of responses whose dividing deviation is zero
+    zero_std: tuple[bool, ...]  # per group: no spread (G=1 included) in its rewards, less any KL
+    frac_reward_zero_std: float  # TRL's metric: fraction of responses whose deviation (group's or batch's) is zero
 
 
 def estimator_of(loss_type: str) -> Estimator:
@@ -43,6 +43,12 @@ def estimator_of(loss_type: str) -> Estimator:
     if loss_type == "reinforce_pp":
         return "reinforce_pp"
     return "group"
+
+
+def has_spread(rewards: GroupRewards) -> bool:
+    """Whether two responses of the group differ in reward; without, a group teaches nothing (dynamic sampling)."""
+    present = [r for r in rewards if r is not None]
+    return bool(present) and min(present) < max(present)
 
 
 def compute_advantages(
@@ -62,7 +68,7 @@ def compute_advantages(
     rloo). Rewards that are all equal give advantages of exactly 0.
     """
     returns = _returns(rewards, beta, kl)
-    zero_std = tuple(_spread_is_zero(group) for group in returns)
+    zero_std = tuple(not has_spread(group) for group in returns)
     if estimator == "rloo":
         values = tuple(_leave_one_out(group) for group in returns)
     elif estimator == "reinforce_pp":
@@ -158,11 +164,6 @@ def _sample_std(values: Sequence[float]) -> float | None:
         return None
     mean = _mean(values)
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-
-
-def _spread_is_zero(group: GroupRewards) -> bool:
-    present = [r for r in group if r is not None]
-    return not present or max(present) == min(present)
 
 
 def _frac_zero_std(returns: Sequence[GroupRewards], by_batch: bool) -> float:

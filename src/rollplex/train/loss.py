@@ -124,7 +124,7 @@ def policy_loss(batch: LossBatch, totals: LossTotals, settings: LossSettings) ->
         raise ValueError("beta is not 0: needs ref_logp_T")
     mask_T = batch.counts_N[batch.row_T]
     sizes_N = _row_sum(mask_T.to(batch.logp_T.dtype), batch)
-    # Left-out responses get ratio 1 before the exponential: an overflow there would turn 0 * inf into NaN.
+    # Left-out responses get ratio 1 and KL 0 before any exponential: an overflow would turn 0 * inf into NaN.
     old_logp_T = batch.logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
     log_ratio_T = torch.where(mask_T, batch.logp_T - old_logp_T, 0.0)
     ratio = _ratio(log_ratio_T, sizes_N, batch, settings)
@@ -134,7 +134,8 @@ def policy_loss(batch: LossBatch, totals: LossTotals, settings: LossSettings) ->
     loss = policy
     kl_T = None
     if batch.ref_logp_T is not None:
-        kl_T = torch.where(mask_T, token_kl(batch.logp_T, batch.ref_logp_T, settings.kl_estimator), 0.0)
+        ref_logp_T = torch.where(mask_T, batch.ref_logp_T, batch.logp_T.detach())
+        kl_T = torch.where(mask_T, token_kl(batch.logp_T, ref_logp_T, settings.kl_estimator), 0.0)
         if settings.beta != 0.0:
             loss = policy + settings.beta * (scale_T * kl_T).sum()
     with torch.no_grad():
