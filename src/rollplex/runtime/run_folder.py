@@ -1,0 +1,164 @@
+"""The run folder: effective configuration, one line of metrics per step, sampled completions, a summary.
+
+config.yaml | metrics.jsonl | completions/step-N.{jsonl,html} + pictures/ | summary.json | checkpoint-N/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from rollplex.config import Config
+from rollplex.errors import CheckpointError, ConfigError
+from rollplex.runtime import completions
+from rollplex.train.checkpoint_folder import step_of
+from rollplex.types import ScoredGroup, StepReport
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+
+class RunFolder:
+    """Writes what a run reports. One process at a time; every step is in `metrics.jsonl` exactly once."""
+
+    def __init__(self, path: Path):
+        """Use `open`, which looks at what the folder holds."""
+        self.path = path
+        self._metrics: IO[str] | None = None
+        self._steps = 0
+
+    @classmethod
+    def open(cls, config: Config, *, resume_step: int | None = None) -> RunFolder:
+        """Make `run.output_dir` ready for step `resume_step + 1` (absent: step 1) and write the configuration.
+
+        Lines and completions of later steps, left by a run that was killed after its last checkpoint, are dropped, and
+        so is a last line that was cut by the kill. Raises ConfigError when the folder holds another run and this one
+        does not resume, CheckpointError when it cannot be written or a line before the last is damaged.
+        """
+        path = Path(config.run.output_dir)
+        _refuse_other_run(path, config)
+        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder._drop_after(resume_step or 0)
+            _write_atomically(path / CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            folder._metrics = (path / METRICS).open("a", encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"cannot write the run folder {path}: {error} (run.output_dir)") from error
+        return folder
+
+    def log(self, report: StepReport) -> None:
+        """Append one step's metrics and flush. Values that are not finite become null: the file stays strict JSON.
+
+        Raises CheckpointError when the disk fails; checkpoints are not touched.
+        """
+        line = {"step": report.step, **{key: _finite(value) for key, value in report.metrics.items()}}
+        try:
+            if self._metrics is None:
+                raise CheckpointError(f"{self.path} is closed: it takes no more steps")
+            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.path / METRICS}: {error}; make room and resume from the last checkpoint, which is "
+                "intact (run.resume_from_checkpoint=auto)"
+            ) from error
+        self._steps = report.step
+
+    def log_completions(self, step: int, groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]]) -> Path:
+        """Write the step's completions (`texts[g][i]` is response i of group g) with their pictures; returns the page."""
+        try:
+            return completions.write_step(self.path / "completions", step, groups, texts)
+        except OSError as error:
+            raise CheckpointError(f"cannot write completions in {self.path}: {error} (run.output_dir)") from error
+
+    def finish(self, evaluation: Mapping[str, float] | None = None) -> None:
+        """Write the summary and close."""
+        summary = {
+            "steps": self._steps,
+            "evaluation": {key: _finite(value) for key, value in (evaluation or {}).items()},
+        }
+        try:
+            _write_atomically(self.path / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path / SUMMARY}: {error} (run.output_dir)") from error
+        self.close()
+
+    def close(self) -> None:
+        """Close the metrics file; nothing can be logged after."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def _drop_after(self, step: int) -> None:
+        metrics = self.path / METRICS
+        if metrics.is_file():
+            kept = [line for line in read_metrics(metrics) if line["step"] <= step]
+            _write_atomically(metrics, "".join(json.dumps(line) + "\n" for line in kept))
+            self._steps = kept[-1]["step"] if kept else 0
+        (self.path / SUMMARY).unlink(missing_ok=True)
+        completions.drop_after(self.path / "completions", step)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, without a last one that is cut. Raises CheckpointError for damage before it."""
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    cut = lines.pop()  # empty when the last line is whole
+    parsed: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry["step"], int):
+                raise TypeError("its step is no whole number")
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}, line {number} of {len(lines) + bool(cut)} is damaged ({error!r}): remove that line to go on"
+            ) from error
+        parsed.append(entry)
+    return parsed
+
+
+def _refuse_other_run(path: Path, config: Config) -> None:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.output_dir {path} is a file, needed a folder")
+    held = [name for name in (CONFIG, METRICS) if (path / name).exists()]
+    if path.is_dir():
+        held += sorted(child.name for child in path.iterdir() if step_of(child) is not None)
+    if not held:
+        return
+    wanted = config.run.resume_from_checkpoint
+    if wanted is None:
+        raise ConfigError(
+            f"run.output_dir {path} holds another run ({', '.join(held[:3])}); give another folder, or go on with that "
+            "run: run.resume_from_checkpoint=auto"
+        )
+    if wanted != "auto" and Path(wanted).resolve().parent != path.resolve():
+        raise ConfigError(
+            f"run.output_dir {path} holds another run than run.resume_from_checkpoint {wanted}; give a new folder, or a "
+            "checkpoint of this one"
+        )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Replace `path`; a kill leaves the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

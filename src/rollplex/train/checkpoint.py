@@ -1,0 +1,181 @@
+"""What a checkpoint holds, and going on from it bitwise: weights, optimizer, and the trainer's own state.
+
+    checkpoint-N/  model files in Hugging Face format (a peft adapter with LoRA) | optimizer.safetensors
+                   trainer_state.json | config.yaml | manifest.json
+
+Only safetensors, JSON and YAML: nothing in it can run code when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+
+from rollplex.config import Config
+from rollplex.errors import CheckpointError
+from rollplex.models.lora import is_lora
+from rollplex.models.save import save_pretrained, stored_state, weights_stem
+from rollplex.models.tensor_files import StoredTensor, read_tensors, tensor_file_names, tensor_shapes, write_tensors
+from rollplex.train.checkpoint_folder import atomic_folder, verify_checksums
+from rollplex.train.resume import check_same_run
+
+FORMAT_VERSION = 1
+OPTIMIZER = "optimizer"
+TRAINER_STATE = "trainer_state.json"
+CONFIG = "config.yaml"
+BASE_MODEL = "base_model"
+# Entries of trainer_state.json that this module writes itself.
+_OWN_KEYS = ("format_version", "optimizer_steps", "scheduler")
+_DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class StatefulOptimizer(Protocol):
+    """The part of train.optimizer.PolicyOptimizer that a checkpoint needs."""
+
+    num_steps: int
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """Tensors by '<state>/<parameter name>'."""
+
+    def load_named_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
+        """Inverse of `named_state`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredState:
+    """What `load_checkpoint` hands back besides the tensors that it put in place."""
+
+    trainer_state: Mapping[str, Any]  # as it was given to save_checkpoint
+    scheduler_state: Mapping[str, Any]
+    optimizer_steps: int
+
+
+def save_checkpoint(
+    folder: str | Path,
+    *,
+    model: Any,
+    processor: Any,
+    optimizer: StatefulOptimizer,
+    trainer_state: Mapping[str, Any],
+    scheduler_state: Mapping[str, Any] | None = None,
+    config: Config | None = None,
+) -> Path:
+    """Write a checkpoint at `folder` (`<output_dir>/checkpoint-N`), whole or not at all.
+
+    `trainer_state` and `scheduler_state` are JSON values (step, weight version, data position, seed, ...). A LoRA
+    model that was built rather than loaded gets its base written once, to `base_model` beside the checkpoints, so that
+    the adapter loads with the plain auto classes. Raises CheckpointError when the disk fails or a value is no JSON; the
+    last checkpoint then stays as it was.
+    """
+    folder = Path(folder).absolute()
+    clash = sorted(set(_OWN_KEYS) & trainer_state.keys())
+    if clash:
+        raise CheckpointError(f"trainer_state must not have the keys {', '.join(clash)}: they are the checkpoint's own")
+    own = (FORMAT_VERSION, optimizer.num_steps, dict(scheduler_state or {}))
+    try:
+        text = json.dumps({**dict(zip(_OWN_KEYS, own, strict=True)), **trainer_state}, indent=1, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the trainer's state cannot be written as JSON: {error}") from error
+    if is_lora(model):
+        _save_base_once(model, processor, folder.parent / BASE_MODEL)
+    with atomic_folder(folder) as temporary:
+        save_pretrained(model, processor, temporary)
+        state = [StoredTensor.of(name, tensor) for name, tensor in optimizer.named_state().items()]
+        write_tensors(state, temporary, OPTIMIZER)
+        (temporary / TRAINER_STATE).write_text(text + "\n", encoding="utf-8")
+        if config is not None:
+            (temporary / CONFIG).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), "utf-8")
+    return folder
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    model: Any,
+    optimizer: StatefulOptimizer | None = None,
+    config: Config | None = None,
+) -> RestoredState:
+    """Put the weights of `folder` into `model` and its state into `optimizer`, in place, and return the rest.
+
+    All is checked before anything is changed: sizes and checksums, that `config` continues the same run, and that
+    every tensor has its place with the same shape and dtype. Raises CheckpointError naming file, tensor or option.
+    """
+    folder = Path(folder).absolute()
+    verify_checksums(folder)
+    state = _read_trainer_state(folder)
+    if config is not None:
+        check_same_run(_read_config(folder), config, folder)
+    targets, stem = stored_state(model), weights_stem(model)
+    _check_weights(folder, stem, targets)
+    if optimizer is not None:
+        device = next(iter(targets.values())).device
+        optimizer_state = {name: tensor.to(device) for name, tensor in read_tensors(folder, OPTIMIZER)}
+        optimizer.load_named_state(optimizer_state, state["optimizer_steps"])
+    with torch.no_grad():
+        for name, tensor in read_tensors(folder, stem):
+            targets[name].copy_(tensor)
+    trainer_state = {key: value for key, value in state.items() if key not in _OWN_KEYS}
+    return RestoredState(trainer_state, state["scheduler"], state["optimizer_steps"])
+
+
+def _save_base_once(model: Any, processor: Any, base: Path) -> None:
+    adapter_config = model.peft_config[model.active_adapter]
+    if adapter_config.base_model_name_or_path is not None:
+        return
+    if not base.exists():
+        with atomic_folder(base) as temporary:
+            save_pretrained(model, processor, temporary, lora="base")
+    adapter_config.base_model_name_or_path = str(base)
+
+
+def _read_trainer_state(folder: Path) -> dict[str, Any]:
+    path = folder / TRAINER_STATE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error} (run.resume_from_checkpoint)") from error
+    found = state.get("format_version") if isinstance(state, dict) else None
+    if found != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {found}, this version of Rollplex reads {FORMAT_VERSION}; resume with the version "
+            "that wrote it"
+        )
+    return dict(state)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error} (run.resume_from_checkpoint)") from error
+    return dict(tree)
+
+
+def _check_weights(folder: Path, stem: str, targets: Mapping[str, torch.Tensor]) -> None:
+    if not (folder / tensor_file_names(folder, stem)[0]).is_file():
+        holds, has = ("a full model", "LoRA adapters") if stem != "model" else ("LoRA adapters", "none")
+        raise CheckpointError(f"{folder} holds {holds}, this run's model has {has}: set model.lora as it was")
+    stored = tensor_shapes(folder, stem)
+    needed = {name: (tuple(t.shape), _DTYPE_NAMES.get(t.dtype, str(t.dtype))) for name, t in targets.items()}
+    problems = [
+        *(f"{name} is missing" for name in sorted(needed.keys() - stored.keys())),
+        *(f"{name} is not in this run's model" for name in sorted(stored.keys() - needed.keys())),
+        *(
+            f"{name} is {stored[name][1]} {stored[name][0]}, needed {needed[name][1]} {needed[name][0]}"
+            for name in needed
+            if name in stored and stored[name] != needed[name]
+        ),
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(
+            f"{folder} is of another model: {'; '.join(problems[:3])}{more}; resume with the model.* options of its "
+            f"{CONFIG}"
+        )

@@ -1,0 +1,89 @@
+"""Whether a configuration goes on with the run that wrote a checkpoint, and which checkpoint that is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollplex.config import Config, RunConfig
+from rollplex.errors import CheckpointError
+from rollplex.train.checkpoint_folder import newest_complete
+
+logger = logging.getLogger(__name__)
+
+# Options that change where a run reports, how far it goes or how much it holds at once, but not which run it is.
+MAY_CHANGE = frozenset(
+    {
+        "run.output_dir",
+        "run.num_threads",
+        "run.save_steps",
+        "run.save_total_limit",
+        "run.resume_from_checkpoint",
+        "run.log_completions_steps",
+        "run.report_to",
+        "run.eval_steps",
+        "run.eval_rows",
+        "data.eval_split",
+        "data.media_workers",
+        "data.media_timeout_s",
+        "rewards.timeout_s",
+        "rewards.on_timeout",
+        "rollout.max_decode_rows",
+        "train.max_steps",
+        "train.micro_batch_tokens",
+        "train.prefix_activations",
+        "train.share_prefix",
+        "warm_start.path",
+    }
+)
+
+
+def resolve_resume(run: RunConfig) -> Path | None:
+    """The checkpoint that `run.resume_from_checkpoint` means; None to start afresh ('auto' with no checkpoint yet).
+
+    Raises CheckpointError when a folder is named that is not there.
+    """
+    wanted = run.resume_from_checkpoint
+    if wanted is None:
+        return None
+    if wanted == "auto":
+        found = newest_complete(run.output_dir)
+        if found is None:
+            logger.warning(
+                "run.resume_from_checkpoint is auto and %s has no complete checkpoint: starting", run.output_dir
+            )
+        return found
+    folder = Path(wanted)
+    if not folder.is_dir():
+        newest = newest_complete(run.output_dir)
+        hint = f"; the newest complete one is {newest}" if newest else ""
+        raise CheckpointError(f"run.resume_from_checkpoint is {wanted}, which is no folder{hint}")
+    return folder
+
+
+def check_same_run(saved: Mapping[str, Any], config: Config, folder: Path) -> None:
+    """Raises CheckpointError naming the options that may not differ between a checkpoint's config and `config`.
+
+    `train.max_steps` may change under a constant learning rate only: the other schedules depend on it from the start.
+    """
+    before, now = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
+    fixed = MAY_CHANGE - ({"train.max_steps"} if config.train.lr_scheduler_type != "constant" else frozenset())
+    changed = sorted(key for key in before.keys() | now.keys() if key not in fixed and before.get(key) != now.get(key))
+    if changed:
+        listed = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed[:5])
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise CheckpointError(
+            f"{folder} is of a run with other options: {listed}{more}; set them back, or start a new run from its weights "
+            "with model.path"
+        )
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; an empty or absent section is a leaf."""
+    leaves: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        dotted = f"{path}.{key}" if path else str(key)
+        leaves.extend(_leaves(value, dotted) if isinstance(value, Mapping) and value else [(dotted, value)])
+    return leaves
