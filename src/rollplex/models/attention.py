@@ -11,21 +11,14 @@ P prefix tokens, N responses of a group in this pack, R longest of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-# Largest block of attention scores held at once, in elements. Past it the block is split over responses, then heads.
-MAX_SCORE_ELEMENTS = 1 << 24
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of boundary gradients and softmax: fp64 stays, everything else is fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
+from rollplex.models.partial_attention import accumulation_dtype, attend, attend_backward
 
 def causal_attention(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths: Sequence[int], scaling: float
@@ -69,22 +62,22 @@ class GroupRows:
         """Packed tokens of this group."""
         return sum(self.lengths)
 
-    def pad(self, x_tKD: torch.Tensor) -> torch.Tensor:
-        """(t, K, D) packed rows of this group -> (K, N, R, D), zeros behind shorter responses."""
+    def pad(self, x_tHD: torch.Tensor) -> torch.Tensor:
+        """(t, H, D) packed rows of this group -> (N, H, R, D), zeros behind shorter responses."""
         longest = max(self.lengths)
         if min(self.lengths) == longest:
-            return x_tKD.unflatten(0, (len(self.lengths), longest)).permute(2, 0, 1, 3)
-        padded = x_tKD.new_zeros((len(self.lengths), longest, *x_tKD.shape[1:]))
-        padded[self._mask(x_tKD.device)] = x_tKD
-        return padded.permute(2, 0, 1, 3)
+            return x_tHD.unflatten(0, (len(self.lengths), longest)).transpose(1, 2)
+        padded = x_tHD.new_zeros((len(self.lengths), longest, *x_tHD.shape[1:]))
+        padded[self._mask(x_tHD.device)] = x_tHD
+        return padded.transpose(1, 2)
 
-    def unpad(self, x_KNRD: torch.Tensor) -> torch.Tensor:
-        """Inverse of `pad`: (t, K, D)."""
-        x_NRKD = x_KNRD.permute(1, 2, 0, 3)
+    def unpad(self, x_NHRD: torch.Tensor) -> torch.Tensor:
+        """Inverse of `pad`: (t, H, D)."""
+        x_NRHD = x_NHRD.transpose(1, 2)
         longest = max(self.lengths)
         if min(self.lengths) == longest:
-            return x_NRKD.flatten(0, 1)
-        return x_NRKD[self._mask(x_KNRD.device)]
+            return x_NRHD.flatten(0, 1)
+        return x_NRHD[self._mask(x_NHRD.device)]
 
     def _mask(self, device: torch.device) -> torch.Tensor:
         lengths = torch.tensor(self.lengths, device=device)
@@ -134,7 +127,11 @@ class SharedPrefixAttention(torch.autograd.Function):
 
 
 class _GroupBlock:
-    """One group's attention, forward and backward, in blocks of bounded size. Internal math in `accumulation_dtype`."""
+    """One group's attention as two partial attentions, prefix and suffix, joined by their log-sum-exp.
+
+    The backward of each part with the joint output and log-sum-exp gives its exact share of the gradient: the softmax
+    weights are exp(score - joint lse), and the correction term sum(grad * out) is that of the whole row.
+    """
 
     def __init__(  # noqa: PLR0913, PLR0917 - mirrors the autograd function's arguments
         self,
@@ -145,88 +142,53 @@ class _GroupBlock:
         prefix: PrefixKV,
         scaling: float,
     ):
-        math = accumulation_dtype(q_tHD.dtype)
-        self.rows, self.prefix, self.scaling, self.math = rows, prefix, scaling, math
+        self.rows, self.prefix, self.scaling = rows, prefix, scaling
         self.num_kv = k_tKD.shape[1]
         self.repeat = q_tHD.shape[1] // self.num_kv
-        self.q_KNSD = self._pad_queries(q_tHD.to(math))
-        self.k_KNRD = rows.pad(k_tKD.to(math))
-        self.v_KNRD = rows.pad(v_tKD.to(math))
-        length = self.k_KNRD.shape[2]
-        upper = torch.ones(length, length, dtype=torch.bool, device=q_tHD.device).triu(1)
-        self.hidden_SR = upper.repeat(self.repeat, 1)  # future suffix keys, for S = E * R query rows
+        self.q_NHRD = rows.pad(q_tHD)
+        # each key/value head once per query head that reads it
+        self.k_NHRD = rows.pad(k_tKD).repeat_interleave(self.repeat, dim=1)
+        self.v_NHRD = rows.pad(v_tKD).repeat_interleave(self.repeat, dim=1)
 
-    def _pad_queries(self, x_tHD: torch.Tensor) -> torch.Tensor:
-        """(t, H, D) -> (K, N, S, D) with S = E * R, query heads of one key/value head side by side."""
-        x_HNRD = self.rows.pad(x_tHD)
-        return x_HNRD.unflatten(0, (self.num_kv, self.repeat)).transpose(1, 2).flatten(2, 3)
+    def _flat(self, x_NHRD: torch.Tensor) -> torch.Tensor:
+        """(N, H, R, D) -> (1, K, E * N * R, D): all queries of one key/value head in one row of queries."""
+        x_KEND = x_NHRD.transpose(0, 1).unflatten(0, (self.num_kv, self.repeat))
+        return x_KEND.flatten(1, 3).unsqueeze(0)
 
-    def _unpad_queries(self, x_KNSD: torch.Tensor) -> torch.Tensor:
-        x_KNERD = x_KNSD.unflatten(2, (self.repeat, -1))
-        return self.rows.unpad(x_KNERD.transpose(1, 2).flatten(0, 1))
-
-    def _blocks(self) -> Iterator[tuple[slice, slice]]:
-        """(heads, responses) slices whose score block stays within MAX_SCORE_ELEMENTS."""
-        num_kv, num, queries, _ = self.q_KNSD.shape
-        keys = self.prefix.k_KPD.shape[1] + self.k_KNRD.shape[2]
-        one = queries * keys
-        responses = max(1, min(num, MAX_SCORE_ELEMENTS // one))
-        heads = max(1, min(num_kv, MAX_SCORE_ELEMENTS // (one * responses)))
-        for head in range(0, num_kv, heads):
-            for start in range(0, num, responses):
-                yield slice(head, head + heads), slice(start, start + responses)
-
-    def _scores(self, heads: slice, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scaled scores against the prefix (k, n, S, P) and the own suffix (k, n, S, R), future keys at -inf."""
-        q = self.q_KNSD[heads, part] * self.scaling
-        prefix_k = self.prefix.k_KPD[heads].to(self.math)
-        to_prefix = torch.matmul(q.flatten(1, 2), prefix_k.transpose(1, 2)).unflatten(1, q.shape[1:3])
-        to_suffix = torch.matmul(q, self.k_KNRD[heads, part].transpose(2, 3))
-        return to_prefix, to_suffix.masked_fill_(self.hidden_SR, float("-inf"))
+    def _unflat(self, x_1KSD: torch.Tensor) -> torch.Tensor:
+        num, _, length, _ = self.q_NHRD.shape
+        x_HNRD = x_1KSD[0].unflatten(1, (self.repeat, num, length)).flatten(0, 1)
+        return x_HNRD.transpose(0, 1)
 
     def forward(self, out_tHD: torch.Tensor, lse_tH: torch.Tensor) -> None:
         """Fill the group's slices of the output and of the log-sum-exp."""
-        out = torch.empty_like(self.q_KNSD)
-        lse = self.q_KNSD.new_empty(*self.q_KNSD.shape[:3], 1)
-        for heads, part in self._blocks():
-            to_prefix, to_suffix = self._scores(heads, part)
-            top = torch.maximum(to_prefix.amax(-1, keepdim=True), to_suffix.amax(-1, keepdim=True))
-            to_prefix.sub_(top).exp_()
-            to_suffix.sub_(top).exp_()
-            total = to_prefix.sum(-1, keepdim=True) + to_suffix.sum(-1, keepdim=True)
-            values = self.prefix.v_KPD[heads].to(self.math)
-            mixed = torch.matmul(to_prefix.flatten(1, 2), values).unflatten(1, to_prefix.shape[1:3])
-            mixed += torch.matmul(to_suffix, self.v_KNRD[heads, part])
-            out[heads, part] = mixed / total
-            lse[heads, part] = top + total.log()
-        out_tHD.copy_(self._unpad_queries(out))
-        lse_tH.copy_(self._unpad_queries(lse).squeeze(-1))
+        k_1KPD, v_1KPD = self.prefix.k_KPD.unsqueeze(0), self.prefix.v_KPD.unsqueeze(0)
+        out_p, lse_p = attend(self._flat(self.q_NHRD), k_1KPD, v_1KPD, causal=False, scaling=self.scaling)
+        out_s, lse_s = attend(self.q_NHRD, self.k_NHRD, self.v_NHRD, causal=True, scaling=self.scaling)
+        lse_p = self._unflat(lse_p.unsqueeze(-1))
+        lse_s = lse_s.unsqueeze(-1)
+        lse = torch.logaddexp(lse_p, lse_s)
+        out = self._unflat(out_p) * (lse_p - lse).exp() + out_s * (lse_s - lse).exp()
+        out_tHD.copy_(self.rows.unpad(out))
+        lse_tH.copy_(self.rows.unpad(lse).squeeze(-1))
 
     def backward(
         self, grad_tHD: torch.Tensor, out_tHD: torch.Tensor, lse_tH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of the group's packed q, k, v; the prefix's are added to its accumulators."""
-        math = self.math
-        grad_out = self._pad_queries(grad_tHD.to(math))
-        delta = self._pad_queries((grad_tHD.to(math) * out_tHD.to(math)).sum(-1, keepdim=True))
-        lse = self._pad_queries(lse_tH.unsqueeze(-1))
-        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (self.q_KNSD, self.k_KNRD, self.v_KNRD))
-        for heads, part in self._blocks():
-            to_prefix, to_suffix = self._scores(heads, part)
-            d_out, q = grad_out[heads, part], self.q_KNSD[heads, part]
-            weights = to_prefix.sub_(lse[heads, part]).exp_()
-            keys, values = self.prefix.k_KPD[heads].to(math), self.prefix.v_KPD[heads].to(math)
-            flat_out, flat_q = d_out.flatten(1, 2), q.flatten(1, 2)
-            d_scores = torch.matmul(flat_out, values.transpose(1, 2)).unflatten(1, q.shape[1:3])
-            d_scores.sub_(delta[heads, part]).mul_(weights).mul_(self.scaling)
-            grad_q[heads, part] = torch.matmul(d_scores.flatten(1, 2), keys).unflatten(1, q.shape[1:3])
-            if self.prefix.grad_k_KPD is not None and self.prefix.grad_v_KPD is not None:
-                self.prefix.grad_k_KPD[heads] += torch.matmul(d_scores.flatten(1, 2).transpose(1, 2), flat_q)
-                self.prefix.grad_v_KPD[heads] += torch.matmul(weights.flatten(1, 2).transpose(1, 2), flat_out)
-            weights = to_suffix.sub_(lse[heads, part]).exp_()
-            d_scores = torch.matmul(d_out, self.v_KNRD[heads, part].transpose(2, 3))
-            d_scores.sub_(delta[heads, part]).mul_(weights).mul_(self.scaling)
-            grad_q[heads, part] += torch.matmul(d_scores, self.k_KNRD[heads, part])
-            grad_k[heads, part] = torch.matmul(d_scores.transpose(2, 3), q)
-            grad_v[heads, part] = torch.matmul(weights.transpose(2, 3), d_out)
-        return self._unpad_queries(grad_q), self.rows.unpad(grad_k), self.rows.unpad(grad_v)
+        grad, out = self.rows.pad(grad_tHD), self.rows.pad(out_tHD)
+        lse = self.rows.pad(lse_tH.unsqueeze(-1))
+        k_1KPD, v_1KPD = self.prefix.k_KPD.unsqueeze(0), self.prefix.v_KPD.unsqueeze(0)
+        flat = [self._flat(x) for x in (grad, self.q_NHRD, out, lse)]
+        to_prefix = attend_backward(
+            flat[0], flat[1], k_1KPD, v_1KPD, flat[2], flat[3].squeeze(-1), causal=False, scaling=self.scaling
+        )
+        to_suffix = attend_backward(
+            grad, self.q_NHRD, self.k_NHRD, self.v_NHRD, out, lse.squeeze(-1), causal=True, scaling=self.scaling
+        )
+        if self.prefix.grad_k_KPD is not None and self.prefix.grad_v_KPD is not None:
+            self.prefix.grad_k_KPD.add_(to_prefix[1][0])
+            self.prefix.grad_v_KPD.add_(to_prefix[2][0])
+        grad_q = self._unflat(to_prefix[0]) + to_suffix[0]
+        grad_k, grad_v = (g.unflatten(1, (self.num_kv, self.repeat)).sum(2) for g in to_suffix[1:])
+        return self.rows.unpad(grad_q), self.rows.unpad(grad_k), self.rows.unpad(grad_v)
