@@ -31,7 +31,7 @@ TRAINER_STATE = "trainer_state.json"
 CONFIG = "config.yaml"
 BASE_MODEL = "base_model"
 # Entries of trainer_state.json that this module writes itself.
-_OWN_KEYS = ("format_version", "optimizer_steps", "scheduler")
+_OWN_KEYS = ("format_version", "optimizer_steps", "trained_parameters", "scheduler")
 _DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -39,6 +39,7 @@ class StatefulOptimizer(Protocol):
     """The part of train.optimizer.PolicyOptimizer that a checkpoint needs."""
 
     num_steps: int
+    weights: dict[str, torch.Tensor]  # the trained parameters by name
 
     def named_state(self) -> dict[str, torch.Tensor]:
         """Tensors by '<state>/<parameter name>'."""
@@ -77,7 +78,7 @@ def save_checkpoint(
     clash = sorted(set(_OWN_KEYS) & trainer_state.keys())
     if clash:
         raise CheckpointError(f"trainer_state must not have the keys {', '.join(clash)}: they are the checkpoint's own")
-    own = (FORMAT_VERSION, optimizer.num_steps, dict(scheduler_state or {}))
+    own = (FORMAT_VERSION, optimizer.num_steps, sorted(optimizer.weights), dict(scheduler_state or {}))
     try:
         text = json.dumps({**dict(zip(_OWN_KEYS, own, strict=True)), **trainer_state}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -114,6 +115,7 @@ def load_checkpoint(
     targets, stem = stored_state(model), weights_stem(model)
     _check_weights(folder, stem, targets)
     if optimizer is not None:
+        _check_trained(folder, set(state["trained_parameters"]), set(optimizer.weights))
         device = next(iter(targets.values())).device
         optimizer_state = {name: tensor.to(device) for name, tensor in read_tensors(folder, OPTIMIZER)}
         optimizer.load_named_state(optimizer_state, state["optimizer_steps"])
@@ -156,6 +158,17 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path} cannot be read: {error} (run.resume_from_checkpoint)") from error
     return dict(tree)
+
+
+def _check_trained(folder: Path, before: set[str], now: set[str]) -> None:
+    """Also catches parameters that have no optimizer state yet because no step gave them a gradient."""
+    changed = sorted(before ^ now)
+    if changed:
+        verb = "trained" if changed[0] in before else "did not train"
+        raise CheckpointError(
+            f"{folder} is of a run that {verb} {changed[0]} ({len(changed)} parameters differ); set model.freeze_vision "
+            "and model.lora as they were"
+        )
 
 
 def _check_weights(folder: Path, stem: str, targets: Mapping[str, torch.Tensor]) -> None:

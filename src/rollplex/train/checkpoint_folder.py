@@ -7,6 +7,7 @@ checkpoint, the new one, or both; leftovers carry names that start with a dot an
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -36,7 +37,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     temporary = target.parent / f".{target.name}.writing"
     try:
-        _restore_replaced(target.parent, target.name)
+        _restore_replaced(target.parent, glob.escape(target.name))
         shutil.rmtree(temporary, ignore_errors=True)  # of a writer that was killed
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
