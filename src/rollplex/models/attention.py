@@ -6,13 +6,14 @@ values straight into the prefix's own accumulators in at least fp32, so that any
 sums to the same boundary gradient (DESIGN.md section 2).
 
 Shape letters: T packed tokens, H query heads, K key/value heads, E = H / K query heads per key/value head, D head dim,
-P prefix tokens, N responses of a group in this pack, R longest of them.
+G equally shaped groups, P prefix tokens, N responses of a group (or of G groups, flattened), R longest of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,50 +21,53 @@ from torch.nn import functional as F
 
 from rollplex.models.partial_attention import accumulation_dtype, attend, attend_backward
 
+def equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(length, count) of maximal runs of equal consecutive lengths. Example: [5, 5, 7] -> [(5, 2), (7, 1)]."""
+    return [(length, len(list(run))) for length, run in groupby(lengths)]
+
+
 def causal_attention(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths: Sequence[int], scaling: float
 ) -> torch.Tensor:
-    """Causal self-attention inside each of the packed sequences; (T, H * D)."""
+    """Causal self-attention inside each of the packed sequences; (T, H * D). Equal neighbours share one call."""
     repeat = q_THD.shape[1] // k_TKD.shape[1]
     k_THD, v_THD = k_TKD.repeat_interleave(repeat, dim=1), v_TKD.repeat_interleave(repeat, dim=1)
-    if len(set(lengths)) == 1:  # equal lengths (often a single prompt): one call
-        batch = (len(lengths), lengths[0])
-        q, k, v = (t.unflatten(0, batch).transpose(1, 2) for t in (q_THD, k_THD, v_THD))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+    runs = equal_runs(lengths)
+    sizes = [length * count for length, count in runs]
     outs = []
-    for q, k, v in zip(q_THD.split(lengths), k_THD.split(lengths), v_THD.split(lengths), strict=True):
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, scale=scaling
-        )
-        outs.append(out.transpose(0, 1).flatten(1))
-    return torch.cat(outs)
+    for run, *parts in zip(runs, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True):
+        q, k, v = (t.unflatten(0, (run[1], run[0])).transpose(1, 2) for t in parts)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+        outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixKV:
-    """Keys and values of one prompt in one layer, and where their gradients accumulate (None: not wanted)."""
+    """Keys and values of some equally long prompts in one layer, and where their gradients accumulate (None: not
+    wanted)."""
 
-    k_KPD: torch.Tensor
-    v_KPD: torch.Tensor
-    grad_k_KPD: torch.Tensor | None
-    grad_v_KPD: torch.Tensor | None
+    k_GKPD: torch.Tensor
+    v_GKPD: torch.Tensor
+    grad_k_GKPD: torch.Tensor | None
+    grad_v_GKPD: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Where one group's responses lie among the packed tokens: rows [start, start + sum(lengths))."""
+    """Where the responses of G groups of N lie among the packed tokens: rows [start, start + sum(lengths))."""
 
     start: int
-    lengths: tuple[int, ...]  # tokens per response, each at least 1
+    lengths: tuple[int, ...]  # tokens per response, G * N of them, each at least 1
+    num_groups: int
 
     @property
     def num_tokens(self) -> int:
-        """Packed tokens of this group."""
+        """Packed tokens of these groups."""
         return sum(self.lengths)
 
     def pad(self, x_tHD: torch.Tensor) -> torch.Tensor:
-        """(t, H, D) packed rows of this group -> (N, H, R, D), zeros behind shorter responses."""
+        """(t, H, D) packed rows -> (G * N, H, R, D), zeros behind shorter responses."""
         longest = max(self.lengths)
         if min(self.lengths) == longest:
             return x_tHD.unflatten(0, (len(self.lengths), longest)).transpose(1, 2)
@@ -127,7 +131,7 @@ class SharedPrefixAttention(torch.autograd.Function):
 
 
 class _GroupBlock:
-    """One group's attention as two partial attentions, prefix and suffix, joined by their log-sum-exp.
+    """Attention of equally shaped groups as two partial attentions, prefix and suffix, joined by their log-sum-exp.
 
     The backward of each part with the joint output and log-sum-exp gives its exact share of the gradient: the softmax
     weights are exp(score - joint lse), and the correction term sum(grad * out) is that of the whole row.
@@ -151,19 +155,21 @@ class _GroupBlock:
         self.v_NHRD = rows.pad(v_tKD).repeat_interleave(self.repeat, dim=1)
 
     def _flat(self, x_NHRD: torch.Tensor) -> torch.Tensor:
-        """(N, H, R, D) -> (1, K, E * N * R, D): all queries of one key/value head in one row of queries."""
-        x_KEND = x_NHRD.transpose(0, 1).unflatten(0, (self.num_kv, self.repeat))
-        return x_KEND.flatten(1, 3).unsqueeze(0)
+        """(G * N, H, R, D) -> (G, K, N * E * R, D): all queries of a group that read one key/value head."""
+        x_GNKSD = x_NHRD.unflatten(1, (self.num_kv, self.repeat)).flatten(2, 3)
+        x_GNKSD = x_GNKSD.unflatten(0, (self.rows.num_groups, -1))
+        return x_GNKSD.transpose(1, 2).flatten(2, 3)
 
-    def _unflat(self, x_1KSD: torch.Tensor) -> torch.Tensor:
-        num, _, length, _ = self.q_NHRD.shape
-        x_HNRD = x_1KSD[0].unflatten(1, (self.repeat, num, length)).flatten(0, 1)
-        return x_HNRD.transpose(0, 1)
+    def _unflat(self, x_GKSD: torch.Tensor) -> torch.Tensor:
+        """Inverse of `_flat`."""
+        length = self.q_NHRD.shape[2]
+        x_GNKSD = x_GKSD.unflatten(2, (-1, self.repeat * length)).transpose(1, 2)
+        return x_GNKSD.flatten(0, 1).unflatten(2, (self.repeat, length)).flatten(1, 2)
 
     def forward(self, out_tHD: torch.Tensor, lse_tH: torch.Tensor) -> None:
         """Fill the group's slices of the output and of the log-sum-exp."""
-        k_1KPD, v_1KPD = self.prefix.k_KPD.unsqueeze(0), self.prefix.v_KPD.unsqueeze(0)
-        out_p, lse_p = attend(self._flat(self.q_NHRD), k_1KPD, v_1KPD, causal=False, scaling=self.scaling)
+        k_GKPD, v_GKPD = self.prefix.k_GKPD, self.prefix.v_GKPD
+        out_p, lse_p = attend(self._flat(self.q_NHRD), k_GKPD, v_GKPD, causal=False, scaling=self.scaling)
         out_s, lse_s = attend(self.q_NHRD, self.k_NHRD, self.v_NHRD, causal=True, scaling=self.scaling)
         lse_p = self._unflat(lse_p.unsqueeze(-1))
         lse_s = lse_s.unsqueeze(-1)
@@ -178,17 +184,17 @@ class _GroupBlock:
         """Gradients of the group's packed q, k, v; the prefix's are added to its accumulators."""
         grad, out = self.rows.pad(grad_tHD), self.rows.pad(out_tHD)
         lse = self.rows.pad(lse_tH.unsqueeze(-1))
-        k_1KPD, v_1KPD = self.prefix.k_KPD.unsqueeze(0), self.prefix.v_KPD.unsqueeze(0)
+        k_GKPD, v_GKPD = self.prefix.k_GKPD, self.prefix.v_GKPD
         flat = [self._flat(x) for x in (grad, self.q_NHRD, out, lse)]
         to_prefix = attend_backward(
-            flat[0], flat[1], k_1KPD, v_1KPD, flat[2], flat[3].squeeze(-1), causal=False, scaling=self.scaling
+            flat[0], flat[1], k_GKPD, v_GKPD, flat[2], flat[3].squeeze(-1), causal=False, scaling=self.scaling
         )
         to_suffix = attend_backward(
             grad, self.q_NHRD, self.k_NHRD, self.v_NHRD, out, lse.squeeze(-1), causal=True, scaling=self.scaling
         )
-        if self.prefix.grad_k_KPD is not None and self.prefix.grad_v_KPD is not None:
-            self.prefix.grad_k_KPD.add_(to_prefix[1][0])
-            self.prefix.grad_v_KPD.add_(to_prefix[2][0])
+        if self.prefix.grad_k_GKPD is not None and self.prefix.grad_v_GKPD is not None:
+            self.prefix.grad_k_GKPD.add_(to_prefix[1])
+            self.prefix.grad_v_GKPD.add_(to_prefix[2])
         grad_q = self._unflat(to_prefix[0]) + to_suffix[0]
         grad_k, grad_v = (g.unflatten(1, (self.num_kv, self.repeat)).sum(2) for g in to_suffix[1:])
         return self.rows.unpad(grad_q), self.rows.unpad(grad_k), self.rows.unpad(grad_v)

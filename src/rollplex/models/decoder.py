@@ -13,11 +13,38 @@ from rollplex.models.adapter import DecoderShape, FullBatch, VisionFeatures
 from rollplex.types import PromptSpec
 
 
-def rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in the half-split convention: x * cos + rotate_half(x) * sin."""
+class _Rotate(torch.autograd.Function):
+    """Rotary embedding in the half-split convention, and its inverse as backward: a rotation per pair (x1, x2).
+
+    Same values as x * cos + rotate_half(x) * sin with half the passes over memory: the tables' halves are equal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+        half = x_THD.shape[-1] // 2
+        cos, sin = cos_TD[:, None, :half], sin_TD[:, None, :half]
+        ctx.save_for_backward(cos, sin)
+        return _turn(x_THD, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, -1), None, None
+
+
+def _turn(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     half = x_THD.shape[-1] // 2
-    turned = torch.cat((-x_THD[..., half:], x_THD[..., :half]), dim=-1)
-    return x_THD * cos_TD.unsqueeze(-2) + turned * sin_TD.unsqueeze(-2)
+    x1, x2 = x_THD[..., :half], x_THD[..., half:]
+    out = torch.empty_like(x_THD)
+    torch.mul(x1, cos, out=out[..., :half]).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=out[..., half:]).addcmul_(x1, sin, value=sign)
+    return out
+
+
+def rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of (T, heads, D) with tables (T, D) whose two halves are equal."""
+    rotated: torch.Tensor = _Rotate.apply(x_THD, cos_TD, sin_TD)
+    return rotated
 
 
 class QwenDecoder:

@@ -45,6 +45,7 @@ class PrefixPack:
 
     policy: Policy
     specs: tuple[PromptSpec, ...]
+    lengths: tuple[int, ...]  # tokens of each prompt
     weight_version: int
     activations: Activations
     graph: _Boundary | None  # outputs with their autograd graph, for graph and checkpoint
@@ -55,11 +56,6 @@ class PrefixPack:
     grad_values: list[torch.Tensor] = field(default_factory=list)
     grad_hidden_GC: torch.Tensor | None = None
     consumed: bool = False
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
-        return [spec.num_tokens for spec in self.specs]
 
     def check_current(self) -> None:
         """Refuse a prefix of other weights, or one whose backward has run."""
@@ -85,14 +81,14 @@ class PrefixPack:
         self.graph, self.keys, self.values = None, [], []
         self.grad_keys, self.grad_values, self.grad_hidden_GC = [], [], None
 
-    def kv(self, layer: int, number: int, with_grads: bool) -> PrefixKV:
-        """Views (K, P, D) of prompt `number` in `layer`."""
-        start = sum(self.lengths[:number])
-        part = slice(start, start + self.lengths[number])
+    def kv(self, layer: int, first: int, count: int, *, with_grads: bool) -> PrefixKV:
+        """Views (G, K, P, D) of the `count` equally long prompts from number `first` on in `layer`."""
+        start, length = sum(self.lengths[:first]), self.lengths[first]
+        part = slice(start, start + count * length)
         tensors = [self.keys[layer], self.values[layer]]
         if with_grads:
             tensors += [self.grad_keys[layer], self.grad_values[layer]]
-        views = [t[part].transpose(0, 1) for t in tensors]
+        views = [t[part].unflatten(0, (count, length)).transpose(1, 2) for t in tensors]
         return PrefixKV(views[0], views[1], *(views[2:] if with_grads else (None, None)))
 
 
@@ -104,6 +100,7 @@ def compute_prefix(policy: Policy, specs: Sequence[PromptSpec], activations: Act
     return PrefixPack(
         policy=policy,
         specs=tuple(specs),
+        lengths=tuple(spec.num_tokens for spec in specs),
         weight_version=policy.weight_version,
         activations=activations,
         graph=boundary if keep_graph else None,

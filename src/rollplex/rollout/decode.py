@@ -139,17 +139,17 @@ class PromptCache:
         self.cells_B = torch.tensor(cells, device=self.device)
 
     def _stack(self) -> None:
-        views = [[pack.kv(layer, number, False) for pack, number in self.parts.values()]
+        views = [[pack.kv(layer, number, 1, with_grads=False) for pack, number in self.parts.values()]
                  for layer in range(self.shape.num_layers)]
-        lengths = [kv.k_KPD.shape[1] for kv in views[0]]
+        lengths = [kv.k_GKPD.shape[2] for kv in views[0]]
         longest = max(lengths)
         self.keys, self.values = [], []
         for layer in views:
-            keys = layer[0].k_KPD.new_zeros(len(layer), self.shape.num_kv_heads, self.shape.head_dim, longest)
-            values = layer[0].k_KPD.new_zeros(len(layer), self.shape.num_kv_heads, longest, self.shape.head_dim)
+            keys = layer[0].k_GKPD.new_zeros(len(layer), self.shape.num_kv_heads, self.shape.head_dim, longest)
+            values = layer[0].k_GKPD.new_zeros(len(layer), self.shape.num_kv_heads, longest, self.shape.head_dim)
             for slot, kv in enumerate(layer):
-                keys[slot, :, :, : lengths[slot]] = kv.k_KPD.transpose(1, 2)
-                values[slot, :, : lengths[slot]] = kv.v_KPD
+                keys[slot, :, :, : lengths[slot]] = kv.k_GKPD[0].transpose(1, 2)
+                values[slot, :, : lengths[slot]] = kv.v_GKPD[0]
             self.keys.append(keys)
             self.values.append(values)
         self.bias_G1P = None

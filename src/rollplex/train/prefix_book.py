@@ -28,8 +28,11 @@ class PrefixBook:
         self.places: dict[int, tuple[PrefixPack, int]] = {}
 
     def compute(self, prompts: Mapping[int, PromptSpec], activations: Activations) -> None:
-        """Run the prompt pass of `prompts` (rollout id -> prompt), packed up to the token budget."""
-        ids = list(prompts)
+        """Run the prompt pass of `prompts` (rollout id -> prompt), packed up to the token budget.
+
+        Equally long prompts become neighbours: their attention shares one call.
+        """
+        ids = sorted(prompts, key=lambda rollout_id: prompts[rollout_id].num_tokens)
         for members in pack_by_tokens([prompts[i].num_tokens for i in ids], self.budget_tokens):
             pack = compute_prefix(self.policy, [prompts[ids[m]] for m in members], activations)
             for number, member in enumerate(members):
@@ -54,9 +57,9 @@ class PrefixBook:
         return current and not pack.consumed and pack.activations != "none"
 
     def uses(self, rollout_ids: Sequence[int]) -> list[PackUse]:
-        """The distinct packs that hold `rollout_ids`, in order of first use."""
+        """The distinct packs that hold `rollout_ids`, each with its prompts in the pack's own order."""
         found: dict[int, PackUse] = {}
-        for rollout_id in rollout_ids:
+        for rollout_id in sorted(rollout_ids, key=lambda i: self.place(i)[1]):
             pack, number = self.place(rollout_id)
             found.setdefault(id(pack), PackUse(pack, {})).numbers[rollout_id] = number
         return list(found.values())
