@@ -141,7 +141,10 @@ def test_no_optimizer_state_for_what_is_not_trained(tmp_path):
     for name, options in {"frozen": {"freeze_vision": True}, "lora": {"lora": LoraConfig(r=2)}}.items():
         loaded = _model(**options)
         optimizer = _optimizer(loaded.model)
+        tower = {n: t.clone() for n, t in loaded.model.state_dict().items() if "visual" in n}
         _train(loaded, optimizer, range(1))
+        assert tower
+        assert all(torch.equal(loaded.model.state_dict()[n], t) for n, t in tower.items())
         folder = _save(tmp_path / name / "checkpoint-1", loaded, optimizer)
         trained = {n for n, p in loaded.model.named_parameters() if p.requires_grad}
         assert {entry.split("/", 1)[1] for entry in _stored_names(folder, "optimizer")} == trained
@@ -439,6 +442,17 @@ def test_max_steps_is_fixed_when_the_schedule_depends_on_it():
     check_same_run(config("constant", 5).model_dump(mode="json"), config("constant", 9), Path("c"))
     with pytest.raises(CheckpointError, match=r"train\.max_steps was 5, is 9"):
         check_same_run(config("cosine", 5).model_dump(mode="json"), config("cosine", 9), Path("c"))
+
+
+def test_options_newer_than_the_checkpoint_have_their_defaults():
+    saved = _config().model_dump(mode="json")
+    del saved["rollout"]["min_p"], saved["warm_start"]
+    check_same_run(saved, _config(), Path("c"))
+    with pytest.raises(CheckpointError, match=r"rollout\.min_p was None, is 0\.1"):
+        check_same_run(saved, _config(rollout={"min_p": 0.1}), Path("c"))
+    saved["rollout"]["gone"] = 1
+    with pytest.raises(CheckpointError, match=r"does not know: .*'gone'"):
+        check_same_run(saved, _config(), Path("c"))
 
 
 def test_which_checkpoint_is_meant(saved, caplog):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rollplex.config import Config, RunConfig
 from rollplex.errors import CheckpointError
 from rollplex.train.checkpoint_folder import newest_complete
@@ -68,7 +70,15 @@ def check_same_run(saved: Mapping[str, Any], config: Config, folder: Path) -> No
 
     `train.max_steps` may change under a constant learning rate only: the other schedules depend on it from the start.
     """
-    before, now = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
+    try:
+        # Fills in the defaults of options that are newer than the checkpoint.
+        complete = Config.model_validate(saved)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{folder} has a configuration that this version does not know: {error.errors()[0]['loc']}: "
+            f"{error.errors()[0]['msg']}; resume with the version that wrote it"
+        ) from error
+    before, now = (dict(_leaves(c.model_dump(mode="json"))) for c in (complete, config))
     fixed = MAY_CHANGE - ({"train.max_steps"} if config.train.lr_scheduler_type != "constant" else frozenset())
     changed = sorted(key for key in before.keys() | now.keys() if key not in fixed and before.get(key) != now.get(key))
     if changed:
