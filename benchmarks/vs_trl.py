@@ -91,7 +91,7 @@ def figures(arm: ArmProcess, blocks: list[Block]) -> ArmFigures:
 def main() -> None:
     """Build the work, run the arms, print and keep the result."""
     options = parse_arguments()
-    if options.blocks * options.block_steps < 5:
+    if len(options.arms) == 2 and options.blocks * options.block_steps < 5:
         raise SystemExit("--blocks times --block-steps must be at least 5: the median needs as many steps")
     setting = SETTINGS[options.setting]
     with tempfile.TemporaryDirectory(prefix="vs_trl_") as temporary, ExitStack() as stack:
@@ -148,7 +148,7 @@ def report(result: dict[str, Any], by_arm: dict[str, ArmFigures], options: argpa
     """Print the table and the last line of JSON; keep the file when both arms ran."""
     for name, arm in by_arm.items():
         print(
-            f"{name:9s} median step {arm.median_seconds:.3f} s   peak {arm.peak_rss / 2**20:.0f} MiB   "
+            f"{name:9s} median step {arm.median_seconds:.3f} s (cpu {arm.median_cpu_seconds:.3f} s)   peak {arm.peak_rss / 2**20:.0f} MiB   "
             f"loaded {arm.baseline_rss / 2**20:.0f} MiB   step {arm.step_rss / 2**20:.0f} MiB   "
             f"mean length {arm.mean_length:g}"
         )
@@ -156,7 +156,7 @@ def report(result: dict[str, Any], by_arm: dict[str, ArmFigures], options: argpa
     if len(by_arm) == 2:
         path = write_result(f"vs_trl_{result['setting']}", result, options.threads, options.results)
         print(f"written: {path}")
-        line |= {key: round(result[key], 3) for key in ("ratio", "memory_ratio", "step_memory_ratio")}
+        line |= {key: round(result[key], 3) for key in ("ratio", "memory_ratio", "step_memory_ratio", "cpu_ratio")}
     line["threads"] = options.threads
     for name, arm in by_arm.items():
         line[f"{name}_step_seconds"] = round(arm.median_seconds, 4)

@@ -12,7 +12,6 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -21,17 +20,18 @@ import torch
 from vs_trl_arms.settings import ArmSpec
 
 
-@dataclass(slots=True)
 class StepClock:
-    """Wall times of the steps of one block; a step ends where the next begins, so nothing falls between them."""
+    """Times the steps of one block; a step ends where the next begins, so nothing falls between them."""
 
-    last: float = field(default_factory=time.monotonic)
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.monotonic(), time.process_time()
 
-    def lap(self) -> float:
-        """Seconds since the last lap (or the start)."""
-        now = time.monotonic()
-        seconds, self.last = now - self.last, now
-        return seconds
+    def lap(self) -> dict[str, float]:
+        """Since the last lap (or the start): wall `seconds`, and `cpu_seconds` of all threads of this process."""
+        wall, cpu = time.monotonic(), time.process_time()
+        lap = {"seconds": wall - self._wall, "cpu_seconds": cpu - self._cpu}
+        self._wall, self._cpu = wall, cpu
+        return lap
 
 
 class Channel:

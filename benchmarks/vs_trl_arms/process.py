@@ -58,7 +58,7 @@ class RssPeak:
 class Block:
     """What one block of steps gave."""
 
-    steps: list[dict[str, float]]  # seconds, mean_length, min_length, max_length, reward
+    steps: list[dict[str, float]]  # seconds, cpu_seconds, mean_length, min_length, max_length, reward
     wall_seconds: float  # request to answer, on the parent's clock
     sampled_peak_rss: int  # bytes, of all samples in the block
     peak_rss: int  # bytes, the kernel's high-water mark of the whole process so far

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from rollplex.config import Config
-from rollplex.runtime.collect import Collector
-from rollplex.runtime.learner import Learner
-from rollplex.runtime.session import PromptFeed, build_session
-from rollplex.tasks.rewards import RewardRunner, TrainerState
-from rollplex.train.optimizer import PolicyOptimizer
+from rollplex.runtime.trainer import Trainer
 from vs_trl_arms.channel import Channel, StepClock
 from vs_trl_arms.settings import ArmSpec
 
@@ -42,10 +38,10 @@ def config_of(spec: ArmSpec) -> Config:
     )
 
 
-def sample(seconds: float, metrics: dict[str, Any]) -> dict[str, float]:
+def sample(lap: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
     """The report of one step."""
     return {
-        "seconds": seconds,
+        **lap,
         "mean_length": metrics["completions/mean_length"],
         "min_length": metrics["completions/min_length"],
         "max_length": metrics["completions/max_length"],
@@ -57,24 +53,17 @@ def sample(seconds: float, metrics: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     """Load, report, and run blocks until the parent closes the pipe."""
     channel = Channel()
-    config = config_of(channel.spec)
-    session = build_session(config)
-    rewards = RewardRunner(config.rewards)
-    optimizer = PolicyOptimizer(session.policy.model, config.train, config.train.max_steps)
-    collector = Collector(session.tokenizer, rewards, config.rewards.timeout_s)
-    learner = Learner(session.policy, optimizer, None, collector, config, stop_token_ids=session.stop_token_ids)
-    feed = PromptFeed(session)
+    trainer = Trainer(config_of(channel.spec))
     channel.ready(("rollplex", "torch", "transformers", "datasets"), {"threads": torch.get_num_threads()})
-    step = 0
-    while count := channel.next_request():
-        clock, steps = StepClock(), []
-        for _ in range(count):
-            outcome = learner.step(feed.take, TrainerState(step, config.train.max_steps))
-            step += 1
-            steps.append(sample(clock.lap(), outcome.metrics))
-        channel.block(steps)
-    feed.close()
-    rewards.close()
+    try:
+        while count := channel.next_request():
+            clock, steps = StepClock(), []
+            for _ in range(count):
+                report, _ = trainer.run_step()
+                steps.append(sample(clock.lap(), report.metrics))
+            channel.block(steps)
+    finally:
+        trainer.close()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class ArmFigures:
 
     step_seconds: tuple[float, ...]
     median_seconds: float
+    median_cpu_seconds: float  # processor time of all threads: hardly moved by other load on the machine
     baseline_rss: int  # after loading, before the first step
     peak_rss: int  # of the whole process over its whole life
     mean_length: float
@@ -70,6 +71,7 @@ def arm_figures(
     return ArmFigures(
         step_seconds=seconds,
         median_seconds=median(seconds),
+        median_cpu_seconds=median(step["cpu_seconds"] for step in steps),
         baseline_rss=baseline_rss,
         peak_rss=max(peak_rss, sampled_peak_rss),
         mean_length=sum(step["mean_length"] for step in steps) / len(steps),
@@ -77,10 +79,14 @@ def arm_figures(
 
 
 def ratios(trl: ArmFigures, ours: ArmFigures) -> dict[str, float]:
-    """ratio: step time TRL / ours. memory_ratio: peak of the whole process ours / TRL's. step_memory_ratio: the same
-    without what each process held before its first step."""
+    """ratio: step time TRL / ours; cpu_ratio: the same of processor time, far from it when the machine was not idle.
+
+    memory_ratio: peak of the whole process ours / TRL's. step_memory_ratio: the same without what each process held
+    before its first step.
+    """
     return {
         "ratio": trl.median_seconds / ours.median_seconds,
+        "cpu_ratio": trl.median_cpu_seconds / ours.median_cpu_seconds,
         "memory_ratio": ours.peak_rss / trl.peak_rss,
         "step_memory_ratio": ours.step_rss / trl.step_rss,
     }

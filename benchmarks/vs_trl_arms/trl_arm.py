@@ -40,10 +40,10 @@ class RecordedReward:
         self.rewards = rewards
         return rewards
 
-    def sample(self, seconds: float) -> dict[str, float]:
+    def sample(self, lap: dict[str, float]) -> dict[str, float]:
         """The report of one step."""
         return {
-            "seconds": seconds,
+            **lap,
             "mean_length": sum(self.lengths) / len(self.lengths),
             "min_length": min(self.lengths),
             "max_length": max(self.lengths),

@@ -22,7 +22,14 @@ from vs_trl_arms.summary import UnequalWorkError, arm_figures, block_order, chec
 
 
 def step(seconds: float, length: int = 64) -> dict[str, float]:
-    return {"seconds": seconds, "mean_length": length, "min_length": length, "max_length": length, "reward": 0.5}
+    return {
+        "seconds": seconds,
+        "cpu_seconds": seconds / 2,
+        "mean_length": length,
+        "min_length": length,
+        "max_length": length,
+        "reward": 0.5,
+    }
 
 
 def test_settings_are_those_of_the_issue():
@@ -45,7 +52,12 @@ def test_ratio_is_peer_over_ours_and_memory_ours_over_peer():
         [step(s) for s in (2.0, 1.0, 3.0, 2.0, 2.0)], baseline_rss=50, peak_rss=250, sampled_peak_rss=240
     )
     assert (trl.median_seconds, ours.median_seconds) == (8.0, 2.0)
-    assert ratios(trl, ours) == {"ratio": 4.0, "memory_ratio": 0.5, "step_memory_ratio": 0.5}
+    assert ratios(trl, ours) == {
+        "ratio": 4.0,
+        "cpu_ratio": 4.0,
+        "memory_ratio": 0.5,
+        "step_memory_ratio": 0.5,
+    }
     assert (trl.step_rss, ours.step_rss) == (400, 200)
 
 
