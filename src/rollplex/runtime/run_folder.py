@@ -43,7 +43,7 @@ class RunFolder:
         does not resume, CheckpointError when it cannot be written or a line before the last is damaged.
         """
         path = Path(config.run.output_dir)
-        _refuse_other_run(path, config)
+        refuse_other_run(path, config)
         folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return parsed
 
 
-def _refuse_other_run(path: Path, config: Config) -> None:
+def refuse_other_run(path: Path, config: Config) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.output_dir {path} is a file, needed a folder")
     held = [name for name in (CONFIG, METRICS) if (path / name).exists()]

@@ -17,7 +17,7 @@ from rollplex.errors import CheckpointError
 from rollplex.runtime.collect import Collector
 from rollplex.runtime.evaluate import evaluate
 from rollplex.runtime.learner import Learner, StepOutcome
-from rollplex.runtime.run_folder import RunFolder
+from rollplex.runtime.run_folder import RunFolder, refuse_other_run
 from rollplex.runtime.session import PromptFeed, Session, build_session
 from rollplex.runtime.trackers import Trackers
 from rollplex.runtime.warm_model import ensure_warm_start
@@ -106,7 +106,7 @@ class Trainer:
         output_dir = Path(config.run.output_dir)
         recover(output_dir)
         folder = RunFolder.open(config, resume_step=self.step if self.resumed_from is not None else None)
-        trackers = Trackers(config)
+        trackers = Trackers(config, resume_step=self.step if self.resumed_from is not None else None)
         rewards: list[float] = []
         checkpoint: Path | None = self.resumed_from
         self._tell("on_run_start", config, config.train.max_steps)
@@ -129,6 +129,7 @@ class Trainer:
             folder.finish(evaluation)
         finally:
             trackers.close()
+            folder.close()
             self.close()
         self._tell("on_run_end", result)
         return result
@@ -194,6 +195,7 @@ class Trainer:
 
 def train(config: Config, *, observer: Observer | None = None) -> RunResult:
     """Train by `config` from start (or checkpoint) to end."""
+    refuse_other_run(Path(config.run.output_dir), config)  # before anything slow happens
     return Trainer(config, observer).train()
 
 

@@ -102,14 +102,15 @@ class PolicyOptimizer:
         return state
 
     def load_named_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
-        """Inverse of `named_state`. Raises CheckpointError naming tensors that are missing, left over or misshapen."""
-        names = set(self.masters)
-        left_over = sorted({key.split("/", 1)[1] for key in state} - names)
-        missing = sorted(n for n in names if num_steps > 0 and f"exp_avg/{n}" not in state)
-        if left_over or missing:
+        """Inverse of `named_state`. A parameter without state has not had a gradient yet.
+
+        Raises CheckpointError naming tensors that are not in the model or misshapen.
+        """
+        left_over = sorted({key.split("/", 1)[1] for key in state} - set(self.masters))
+        if left_over:
             raise CheckpointError(
-                f"optimizer state does not fit this model: missing {missing[:3]}, not in the model {left_over[:3]}; "
-                "resume with the model.* options of the checkpoint's config.yaml"
+                f"optimizer state does not fit this model: not in the model {left_over[:3]}; resume with the model.* "
+                "options of the checkpoint's config.yaml"
             )
         for key, value in state.items():
             kind, name = key.split("/", 1)
@@ -119,5 +120,5 @@ class PolicyOptimizer:
             if kind == "master":
                 master.copy_(value)
             else:
-                self.adamw.state[master][kind] = value.clone()
+                self.adamw.state[master][kind] = value.to(master.device, copy=True)
         self.num_steps = num_steps
