@@ -1,26 +1,32 @@
-"""The one typed, frozen configuration tree, loaded from YAML with dotted overrides.
+"""The one typed, frozen configuration tree: every option, its type, default, description, and what goes together.
 
-Leaf names are TRL's where the meaning is the same (research: peers.md section 2). Unknown keys are refused with the
-nearest known one. Nothing in here imports torch: `rollplex --help` stays fast.
+Leaf names are TRL's where the meaning is the same. `rollplex.recipes.load` makes it from a YAML file and overrides.
+Nothing in here imports torch: `rollplex --help` stays fast.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from rollplex.errors import ConfigError
+SWITCH_WORDS = {"on": True, "yes": True, "off": False, "no": False}
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, no silent type coercion of strings into numbers."""
+    """Base of all sections: frozen, unknown keys refused, and no type is turned into another ("5", 5.0 and true are
+    not the whole number 5). Only a list serves as a tuple, and on/off as a switch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _from_yaml(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, list):
+            return tuple(value)
+        if isinstance(value, str) and cls.model_fields[str(info.field_name)].annotation is bool:
+            return SWITCH_WORDS.get(value, value)
+        return value
 
 
 class LoraConfig(Section):
@@ -43,7 +49,9 @@ class BuildConfig(Section):
     num_heads: int = Field(2, ge=1, description="Query heads.")
     num_kv_heads: int = Field(1, ge=1, description="Key/value heads (grouped-query attention).")
     intermediate_size: int | None = Field(None, ge=1, description="MLP width; absent: twice the hidden size.")
-    vocab_size: int = Field(512, ge=300, description="Vocabulary of the byte-level BPE tokenizer trained on the task's text.")
+    vocab_size: int = Field(
+        512, ge=300, description="Vocabulary of the byte-level BPE tokenizer trained on the task's text."
+    )
     vision_depth: int = Field(2, ge=1, description="Blocks of the vision tower.")
     vision_hidden_size: int = Field(32, ge=16, description="Hidden size of the vision tower.")
     tie_word_embeddings: bool = Field(False, description="Share the embedding and the output head.")
@@ -52,16 +60,20 @@ class BuildConfig(Section):
 class ModelConfig(Section):
     """Which model is trained, in which precision, and which part of it."""
 
-    path: str | None = Field(None, description="Folder or hub id in Hugging Face format. Exactly one of path and build.")
+    path: str | None = Field(
+        None, description="Folder or hub id in Hugging Face format. Exactly one of path and build."
+    )
     build: BuildConfig | None = Field(None, description="Build a small model from scratch instead of loading one.")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="Dtype of weights and compute.")
-    freeze_vision: bool = Field(False, description="Freeze the vision tower: no gradient, no optimizer state, features cached.")
+    freeze_vision: bool = Field(
+        False, description="Freeze the vision tower: no gradient, no optimizer state, features cached."
+    )
     lora: LoraConfig | None = Field(None, description="Low-rank adapters; absent: full fine-tuning.")
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
+    def _one_source(self) -> Self:
         if (self.path is None) == (self.build is None):
-            found = "both" if self.path is not None else "neither"
+            found = "both (model.build=null drops the built one)" if self.path is not None else "neither"
             raise ValueError(f"needs exactly one of model.path and model.build, found {found}")
         return self
 
@@ -69,31 +81,52 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where rows come from and how media become tokens."""
 
-    task: str = Field("counting", description="counting | colour_shape | motion | mixed | easy_vqa | files, or 'module:Name' of a Task.")
+    task: str = Field(
+        "counting",
+        description="counting | colour_shape | motion | mixed | easy_vqa | files, or 'module:Name' of a Task.",
+    )
     path: str | None = Field(None, description="For task=files: JSONL, parquet, a saved datasets folder, or a hub id.")
     split: str = Field("train", description="Split to train on.")
     eval_split: str | None = Field(None, description="Split for evaluation; absent: none.")
-    num_rows: int | None = Field(None, ge=1, description="Use the first rows only, or the number of rows a synthetic task draws.")
+    num_rows: int | None = Field(
+        None, ge=1, description="Use the first rows only, or the number of rows a synthetic task draws."
+    )
     shuffle: bool = Field(True, description="Shuffle rows each epoch, keyed by the run seed.")
-    image_size: int = Field(112, ge=28, description="Pixels per side of images that synthetic tasks draw, and of resized easy-VQA images.")
+    image_size: int = Field(
+        112, ge=28, description="Pixels per side of images that synthetic tasks draw, and of resized easy-VQA images."
+    )
     num_images: int = Field(1, ge=1, description="Images per row of the counting task.")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="Longest prompt with media expanded; absent: no limit.")
-    overlong: Literal["error", "drop"] = Field("error", description="A prompt over the limit: stop, or drop the row and count it. Never cut.")
-    min_pixels: int | None = Field(None, ge=1, description="Smallest image area the processor scales to; absent: the processor's own.")
-    max_pixels: int | None = Field(None, ge=1, description="Largest image area the processor scales to; absent: the processor's own.")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="Longest prompt with media expanded; absent: no limit."
+    )
+    overlong: Literal["error", "drop"] = Field(
+        "error", description="A prompt over the limit: stop, or drop the row and count it. Never cut."
+    )
+    min_pixels: int | None = Field(
+        None, ge=1, description="Smallest image area the processor scales to; absent: the processor's own."
+    )
+    max_pixels: int | None = Field(
+        None, ge=1, description="Largest image area the processor scales to; absent: the processor's own."
+    )
     video_fps: float = Field(2.0, gt=0, description="Frames per second sampled from video files.")
     max_frames: int = Field(64, ge=2, description="Most frames sampled from one video.")
-    media_workers: int = Field(2, ge=1, description="Threads that decode media and run the processor ahead of the step.")
+    media_workers: int = Field(
+        2, ge=1, description="Threads that decode media and run the processor ahead of the step."
+    )
     media_timeout_s: float = Field(120.0, gt=0, description="Deadline for decoding one row's media.")
 
 
 class RewardConfig(Section):
     """Verifiable rewards, called as TRL calls them."""
 
-    reward_funcs: tuple[str, ...] = Field((), description="'module:function' or 'file.py:function'; empty: the task's own reward.")
+    reward_funcs: tuple[str, ...] = Field(
+        (), description="'module:function' or 'file.py:function'; empty: the task's own reward."
+    )
     reward_weights: tuple[float, ...] | None = Field(None, description="One weight per function; absent: all 1.")
     timeout_s: float = Field(60.0, gt=0, description="Deadline of one call of one reward function on one group.")
-    on_timeout: Literal["error", "none"] = Field("error", description="A call over its deadline: stop, or mark its rewards None and count them.")
+    on_timeout: Literal["error", "none"] = Field(
+        "error", description="A call over its deadline: stop, or mark its rewards None and count them."
+    )
 
 
 class RolloutConfig(Section):
@@ -105,8 +138,12 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0, description="Softmax temperature, in sampling and in every log-prob.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus probability; 1 is off.")
     top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 is off.")
-    min_p: float | None = Field(None, ge=0, le=1, description="Keep tokens of at least min_p times the top probability.")
-    repetition_penalty: float = Field(1.0, gt=0, description="Divides positive (multiplies negative) logits of tokens already present; 1 is off.")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Keep tokens of at least min_p times the top probability."
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, description="Divides positive (multiplies negative) logits of tokens already present; 1 is off."
+    )
     stop_token_ids: tuple[int, ...] = Field((), description="Further ids that end a response, beside the model's own.")
     max_decode_rows: int = Field(256, ge=1, description="Most responses decoded together.")
 
@@ -115,39 +152,65 @@ class AlgorithmConfig(Section):
     """Advantages, loss, KL and mismatch correction."""
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "reinforce_pp"] = Field(
-        "dapo", description="Policy loss. gspo is grpo with importance_sampling_level=sequence; rloo and reinforce_pp also set the advantage."
+        "dapo",
+        description="Policy loss. gspo is grpo with importance_sampling_level=sequence; rloo and reinforce_pp also set "
+        "the advantage.",
     )
     beta: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0: no reference model.")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Per-token KL estimator.")
-    kl_in_reward: bool = Field(False, description="Subtract beta times the response's KL from its reward instead of adding it to the loss.")
+    kl_in_reward: bool = Field(
+        False, description="Subtract beta times the response's KL from its reward instead of adding it to the loss."
+    )
     epsilon: float = Field(0.2, ge=0, description="Lower clip of the probability ratio.")
     epsilon_high: float | None = Field(None, ge=0, description="Upper clip; absent: epsilon.")
-    delta: float | None = Field(None, gt=0, description="Upper bound of the unclipped branch (two-sided clipping); absent: none.")
-    importance_sampling_level: Literal["token", "sequence"] = Field("token", description="Ratio per token or per sequence.")
-    scale_rewards: Literal["group", "batch", "none"] = Field("group", description="Standard deviation that divides advantages.")
+    delta: float | None = Field(
+        None, gt=0, description="Upper bound of the unclipped branch (two-sided clipping); absent: none."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="Ratio per token or per sequence."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group", description="Standard deviation that divides advantages."
+    )
     num_iterations: int = Field(1, ge=1, description="Epochs over one rollout.")
-    steps_per_generation: int = Field(1, ge=1, description="Optimizer steps per epoch over one rollout; divides prompts_per_step.")
-    mask_truncated_completions: bool = Field(False, description="Leave responses cut at max_completion_length out of the loss.")
+    steps_per_generation: int = Field(
+        1, ge=1, description="Optimizer steps per epoch over one rollout; divides prompts_per_step."
+    )
+    mask_truncated_completions: bool = Field(
+        False, description="Leave responses cut at max_completion_length out of the loss."
+    )
     mismatch_correction: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "off", description="Correct for rollout log-probs that differ from the trainer's."
     )
     mismatch_clip_max: float = Field(3.0, gt=0, description="Ratio above which the correction truncates or masks.")
-    dynamic_sampling: Literal["off", "resample"] = Field("off", description="Replace groups whose rewards are all equal by new prompts.")
+    dynamic_sampling: Literal["off", "resample"] = Field(
+        "off", description="Replace groups whose rewards are all equal by new prompts."
+    )
     dynamic_sampling_max_rounds: int = Field(4, ge=1, description="Most extra rollouts of one step.")
-    dynamic_sampling_exhausted: Literal["train", "skip", "stop"] = Field("train", description="After the last round: train on what there is, skip the step, or stop.")
+    dynamic_sampling_exhausted: Literal["train", "skip", "stop"] = Field(
+        "train", description="After the last round: train on what there is, skip the step, or stop."
+    )
 
 
 class TrainConfig(Section):
     """The update: prefix sharing, micro-batches, optimizer."""
 
-    share_prefix: bool = Field(True, description="Compute each prompt once per update (exact). off: the ordinary full-sequence path.")
-    prefix_activations: Literal["graph", "checkpoint", "recompute"] = Field(
-        "graph", description="Prefix activations between prefix pass and prefix backward: keep all, keep layer inputs, or run again. All exact."
+    share_prefix: bool = Field(
+        True, description="Compute each prompt once per update (exact). off: the ordinary full-sequence path."
     )
-    micro_batch_tokens: int = Field(8192, ge=1, description="Token budget of one forward/backward; a single longer sequence still runs alone.")
+    prefix_activations: Literal["graph", "checkpoint", "recompute"] = Field(
+        "graph",
+        description="Prefix activations between prefix pass and prefix backward: keep all, keep layer inputs, or run "
+        "again. All exact.",
+    )
+    micro_batch_tokens: int = Field(
+        8192, ge=1, description="Token budget of one forward/backward; a single longer sequence still runs alone."
+    )
     max_steps: int = Field(100, ge=0, description="Rollouts to train on.")
     learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate of AdamW.")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the schedule after warm-up.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Shape of the schedule after warm-up."
+    )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2.")
@@ -161,9 +224,13 @@ class WarmStartConfig(Section):
 
     steps: int = Field(0, ge=0, description="Supervised steps; 0: none.")
     batch_size: int = Field(64, ge=1, description="Rows per supervised step.")
-    learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate; linear warm-up over 5 %, then cosine to a tenth.")
+    learning_rate: float = Field(
+        1e-3, gt=0, description="Peak learning rate; linear warm-up over 5 %, then cosine to a tenth."
+    )
     answer_column: str = Field("answer", description="Column that holds the target text.")
-    path: str | None = Field(None, description="Folder that keeps the warm-started model; reused when it was made by the same settings.")
+    path: str | None = Field(
+        None, description="Folder that keeps the warm-started model; reused when it was made by the same settings."
+    )
 
 
 class RunConfig(Section):
@@ -174,10 +241,20 @@ class RunConfig(Section):
     num_threads: int | None = Field(None, ge=1, description="Torch threads; absent: all cores.")
     save_steps: int = Field(0, ge=0, description="Checkpoint every so many steps; 0: only at the end.")
     save_total_limit: int | None = Field(None, ge=1, description="Keep the newest checkpoints only.")
-    resume_from_checkpoint: str | None = Field(None, description="A checkpoint folder, or 'auto' for the newest complete one in output_dir.")
-    log_completions_steps: int = Field(10, ge=0, description="Write sampled completions with their pictures every so many steps; 0: never.")
-    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field((), description="Trackers that also receive the metrics.")
-    eval_steps: int = Field(0, ge=0, description="Evaluate greedily on data.eval_split every so many steps; 0: only at the end, if a split is given.")
+    resume_from_checkpoint: str | None = Field(
+        None, description="A checkpoint folder, or 'auto' for the newest complete one in output_dir."
+    )
+    log_completions_steps: int = Field(
+        10, ge=0, description="Write sampled completions with their pictures every so many steps; 0: never."
+    )
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        (), description="Trackers that also receive the metrics."
+    )
+    eval_steps: int = Field(
+        0,
+        ge=0,
+        description="Evaluate greedily on data.eval_split every so many steps; 0: only at the end, given a split.",
+    )
     eval_rows: int = Field(200, ge=1, description="Rows of one evaluation.")
 
 
@@ -192,3 +269,74 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantage, loss, KL, correction.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="The update.")
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="Supervised stage before RL.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        """Raises ValueError with one line for each combination that cannot work, or in which an option does nothing."""
+        problems = [*_sampling_problems(self), *_loss_problems(self), *_data_problems(self)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _sampling_problems(config: Config) -> list[str]:
+    rollout, algorithm = config.rollout, config.algorithm
+    problems = []
+    if rollout.prompts_per_step % algorithm.steps_per_generation:
+        problems.append(
+            f"algorithm.steps_per_generation {algorithm.steps_per_generation} does not divide rollout.prompts_per_step "
+            f"{rollout.prompts_per_step}; each optimizer step takes as many whole groups"
+        )
+    if rollout.num_generations == 1 and algorithm.loss_type != "reinforce_pp":
+        problems.append(
+            "rollout.num_generations 1 gives every response advantage 0 with algorithm.loss_type "
+            f"{algorithm.loss_type}, which compares the responses of a group; needed at least 2, or loss_type "
+            "reinforce_pp"
+        )
+    elif rollout.num_generations == 1 and algorithm.dynamic_sampling == "resample":
+        problems.append(
+            "algorithm.dynamic_sampling resample needs rollout.num_generations of at least 2: the rewards of a group "
+            "of one never differ"
+        )
+    return problems
+
+
+def _loss_problems(config: Config) -> list[str]:
+    algorithm = config.algorithm
+    loss, scale = algorithm.loss_type, algorithm.scale_rewards
+    problems = []
+    if loss == "cispo" and algorithm.epsilon_high is None:
+        problems.append(
+            "algorithm.loss_type cispo needs algorithm.epsilon_high: there it is the largest importance weight itself, "
+            "for instance 5.0"
+        )
+    if loss == "cispo" and algorithm.delta is not None:
+        problems.append("algorithm.delta does nothing with algorithm.loss_type cispo, which has no unclipped branch")
+    if loss == "rloo" and scale == "batch":
+        problems.append("algorithm.scale_rewards batch does nothing with algorithm.loss_type rloo, which never divides")
+    if loss == "reinforce_pp" and scale == "none":
+        problems.append(
+            "algorithm.scale_rewards none does nothing with algorithm.loss_type reinforce_pp, which divides by the "
+            "deviation of the batch"
+        )
+    if algorithm.kl_in_reward and algorithm.beta == 0:
+        problems.append("algorithm.kl_in_reward on does nothing with algorithm.beta 0; needed beta above 0")
+    return problems
+
+
+def _data_problems(config: Config) -> list[str]:
+    data, rewards = config.data, config.rewards
+    problems = []
+    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
+        problems.append(f"data.min_pixels {data.min_pixels} is above data.max_pixels {data.max_pixels}")
+    if data.overlong == "drop" and data.max_prompt_tokens is None:
+        problems.append("data.overlong drop does nothing without data.max_prompt_tokens")
+    if config.run.eval_steps > 0 and data.eval_split is None:
+        problems.append(f"run.eval_steps {config.run.eval_steps} does nothing without data.eval_split")
+    weights, functions = rewards.reward_weights, rewards.reward_funcs
+    if weights is not None and functions and len(weights) != len(functions):
+        problems.append(
+            f"rewards.reward_weights has {len(weights)} entries for {len(functions)} rewards.reward_funcs; needed one "
+            "for each"
+        )
+    return problems
