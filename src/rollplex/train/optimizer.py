@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,14 @@ class PolicyOptimizer:
             weight.grad = None
 
         return hook
+
+    def fill_gradients(self, weights: Sequence[torch.Tensor]) -> None:
+        """Give those of `weights` that have no gradient one of zeros; AdamW leaves a weight without gradient alone."""
+        wanted = {id(weight) for weight in weights}
+        for name, weight in self.weights.items():
+            master = self.masters[name]
+            if id(weight) in wanted and master.grad is None:
+                master.grad = torch.zeros_like(master)
 
     def step(self) -> OptimizerStep:
         """Clip, update, write 16-bit weights from their masters, drop the gradients."""

@@ -98,6 +98,7 @@ class Updater:
                     got = self._accumulate(minibatch, book, frozen, totals)
                     parts.append(got[0])
                     stats += got[1] if epoch == 0 else []
+                    self.optimizer.fill_gradients(self._reached_by(minibatch))
                     step = self.optimizer.step()
                     self.policy.bump()
                     norms.append(step.grad_norm)
@@ -109,6 +110,16 @@ class Updater:
         for name in ("loss", "policy_loss"):  # sums over optimizer steps: report their mean
             metrics[name] = metrics.get(name, 0.0) / len(norms)
         return metrics | {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
+
+    def _reached_by(self, groups: Sequence[ScoredGroup]) -> list[torch.Tensor]:
+        """Weights that an ordinary pass over `groups` would give a gradient, be it 0.
+
+        Groups that teach nothing get no backward pass, yet AdamW must move the weights that only they reach as it does
+        for a gradient of 0: moments decay, weight decay applies.
+        """
+        media = any((group.group.spec.token_types > 0).any() for group in groups)
+        visual = {id(p) for p in self.policy.adapter.visual.parameters()}
+        return [p for p in self.optimizer.weights.values() if media or id(p) not in visual]
 
     def _accumulate(
         self, groups: Sequence[ScoredGroup], book: PrefixBook | None, frozen: FrozenLogps, totals: LossTotals
