@@ -1,0 +1,264 @@
+"""The command line: parse, call, print. torch is imported inside the commands only, so that --help is quick.
+
+Exit codes: 0 done; 1 a failure while running, or a check that did not pass; 2 a mistake in the recipe, a row, the model
+or the call; 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.text import Text
+from typer.core import TyperCommand
+
+from rollplex import __version__
+from rollplex.config import Config
+from rollplex.errors import ConfigError, ModelError, RollplexError, RowError
+from rollplex.recipes.load import load_config
+from rollplex.recipes.options import all_groups, all_options
+
+if TYPE_CHECKING:
+    from rollplex.runtime.trainer import RunResult
+
+TRACEBACK_VARIABLE = "ROLLPLEX_TRACEBACK"
+EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
+_MISTAKES = (ConfigError, RowError, ModelError)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Exact, prefix-shared on-policy reinforcement learning for vision-language models.",
+)
+
+
+class RecipeCommand(TyperCommand):
+    """A command whose help goes on with every option of a recipe, read from the schema."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """typer's help, then the options by section."""
+        super().format_help(ctx, formatter)
+        console = Console(highlight=False, soft_wrap=True)
+        for line in option_lines():
+            console.print(line)
+
+
+# `--dtype=float64` then reaches the overrides, whose error says how it is written here.
+_SETTINGS = {"ignore_unknown_options": True}
+Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/easy_vqa.yaml.", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Options that replace the recipe's: a full key (train.max_steps=5) or its last part when only one option "
+        "has it (max_steps=5). `rollplex train --help` lists all.",
+        metavar="[KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+Traceback = Annotated[
+    bool, typer.Option("--traceback", help=f"Show where an error came from (also {TRACEBACK_VARIABLE}=1).")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rollplex {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(cls=RecipeCommand, context_settings=_SETTINGS)
+def train(recipe: Recipe, overrides: Overrides = None, show_traceback: Traceback = False) -> None:
+    """Train by a recipe into its run folder: metrics.jsonl, completions with their pictures, checkpoints."""
+    console = Console(highlight=False)
+    with _clean_errors(show_traceback):
+        _run(load_config(recipe, overrides or ()), console)
+
+
+@app.command(context_settings=_SETTINGS)
+def verify(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Compare shared-prefix training with the ordinary full-sequence computation, on the recipe's model and rows.
+
+    Exit code 1 when an error is over its bound.
+    """
+    with _clean_errors(show_traceback):
+        config = load_config(recipe, overrides or ())
+        _prepare_libraries(Console(stderr=True))
+        from rollplex.runtime.verify import verify as run_verify
+
+        report = run_verify(config)
+        facts = dataclasses.asdict(report)
+        if as_json:
+            typer.echo(json.dumps(facts))
+        else:
+            for name, value in facts.items():
+                typer.echo(f"{name:22} {value:.3g}" if isinstance(value, float) else f"{name:22} {value}")
+            typer.echo("exact within the bounds" if report.passed else "NOT within the bounds")
+        if not report.passed:
+            raise typer.Exit(EXIT_FAILED)
+
+
+@app.command(context_settings=_SETTINGS)
+def demo(
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of data order, sampling and initial weights.")] = 0,
+    min_rise: Annotated[
+        float | None,
+        typer.Option(
+            help="Exit with code 1 unless the mean reward of the last ten steps is this much above the first ten."
+        ),
+    ] = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Make a small vision-language model, warm it up, and see its reward rise under GRPO. Minutes on two cores."""
+    from rollplex.runtime.reward_chart import rise
+
+    console = Console(highlight=False)
+    with _clean_errors(show_traceback):
+        defaults = [f"run.seed={seed}", f"run.output_dir={_new_folder(Path('runs'), f'demo-seed{seed}')}"]
+        with resources.as_file(resources.files("rollplex.recipes") / "demo.yaml") as recipe:
+            config = load_config(recipe, [*defaults, *(overrides or ())])
+        result = _run(config, console)
+        change = rise(result.rewards)
+        if min_rise is not None and (change is None or change.difference < min_rise):
+            console.print(f"the reward rose by less than {min_rise:g} (--min-rise)")
+            raise typer.Exit(EXIT_FAILED)
+
+
+def option_lines() -> Iterator[Text]:
+    """All options as lines: sections as headings, then two lines for each option."""
+    groups, section = all_groups(), None
+    yield Text("Options of a recipe", "bold")
+    for option in all_options().values():
+        if option.section != section:
+            section = option.section
+            group = groups[section]
+            absent = " (the whole section may be absent)" if group.optional else ""
+            yield Text.assemble("\n", (section, "bold yellow"), f"  {group.description}{absent}")
+        yield Text.assemble(
+            "  ", (option.key, "bold cyan"), f"  {option.type}  ", (f"[default: {option.default}]", "dim")
+        )
+        yield Text(f"      {option.description}")
+
+
+def main() -> None:
+    """Entry point of the `rollplex` command."""
+    app()
+
+
+def _run(config: Config, console: Console) -> RunResult:
+    """Train, show it going on, and say what came out and where it lies."""
+    _prepare_libraries(console)
+    from rollplex.runtime.progress import Progress
+    from rollplex.runtime.trainer import train as run_train
+
+    with Progress(console) as progress:
+        result = run_train(config, observer=progress)
+    for line in _summary(result, console):
+        console.print(Text(line), soft_wrap=True)
+    return result
+
+
+def _summary(result: RunResult, console: Console) -> Iterator[str]:
+    from rollplex.runtime.progress import can_encode
+    from rollplex.runtime.reward_chart import chart, rise
+
+    yield ""
+    yield from chart(result.rewards, ascii_only=not can_encode(console, "\u2588\u2502"))
+    change = rise(result.rewards)
+    if change is not None:
+        yield (
+            f"mean reward: first {change.steps} steps {change.first:.3f}, last {change.steps} steps {change.last:.3f}, "
+            f"change {change.difference:+.3f}"
+        )
+    yield from _evaluation(result.evaluation)
+    folder = result.output_dir
+    yield f"results in {folder}:"
+    yield f"  metrics      {folder / 'metrics.jsonl'}"
+    if (folder / "completions").is_dir():
+        yield f"  completions  {folder / 'completions'} (open an .html page: prompts with pictures, answers, rewards)"
+    if result.checkpoint is not None:
+        yield f"  model        {result.checkpoint} (Hugging Face format)"
+
+
+def _evaluation(metrics: Mapping[str, float]) -> Iterator[str]:
+    if metrics:
+        yield "evaluation: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """`parent/name`, or with the first free number behind it: the demo never writes into an earlier run."""
+    folder, number = parent / name, 1
+    while folder.exists():
+        number += 1
+        folder = parent / f"{name}-{number}"
+    return folder
+
+
+def _prepare_libraries(console: Console) -> None:
+    """Our log through `console`; the libraries' progress bars, tips and usage reports off. Before they are imported."""
+    for name, value in (
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("HF_HUB_DISABLE_TELEMETRY", "1"),
+        ("HF_DATASETS_DISABLE_PROGRESS_BARS", "1"),
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    handler = RichHandler(console=console, show_time=False, show_path=False, markup=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    logging.getLogger("rollplex").setLevel(logging.INFO)
+
+
+@contextlib.contextmanager
+def _clean_errors(show_traceback: bool) -> Iterator[None]:
+    """Our own errors as one message and an exit code; everything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except RollplexError as error:
+        if show_traceback or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+            traceback.print_exc()
+        stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+        for line in str(error).split("\n"):
+            stderr.print(f"[bold red]{_heading(error)}[/] {escape(line)}")
+        raise typer.Exit(EXIT_MISTAKE if isinstance(error, _MISTAKES) else EXIT_FAILED) from error
+    except KeyboardInterrupt as error:
+        Console(stderr=True).print(
+            "stopped by Ctrl-C; complete checkpoints are intact, run.resume_from_checkpoint=auto goes on from the newest"
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+def _heading(error: RollplexError) -> str:
+    """ "ConfigError" -> "config error:"."""
+    name = type(error).__name__.removesuffix("Error")
+    words: Sequence[str] = [w for w in "".join(f" {c}" if c.isupper() else c for c in name).lower().split() if w]
+    return f"{' '.join(words)} error:"
