@@ -13,7 +13,6 @@ import logging
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +27,8 @@ from rollplex import __version__
 from rollplex.config import Config
 from rollplex.errors import ConfigError, ModelError, RollplexError, RowError
 from rollplex.recipes.load import load_config
-from rollplex.recipes.options import all_groups, all_options
+from rollplex.recipes.packaged import recipe_path
+from rollplex.recipes.reference import options_text
 
 if TYPE_CHECKING:
     from rollplex.runtime.trainer import RunResult
@@ -52,14 +52,16 @@ class RecipeCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """typer's help, then the options by section."""
         super().format_help(ctx, formatter)
-        console = Console(highlight=False, soft_wrap=True)
-        for line in option_lines():
-            console.print(line)
+        console = Console(highlight=False)
+        console.print(Text("\nOptions of a recipe\n", "bold"))
+        console.print(Text(options_text(console.width)), soft_wrap=True, end="")
 
 
 # `--dtype=float64` then reaches the overrides, whose error says how it is written here.
 _SETTINGS = {"ignore_unknown_options": True}
-Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/easy_vqa.yaml.", metavar="RECIPE")]
+Recipe = Annotated[
+    str, typer.Argument(help="A YAML file, or the name of a packaged recipe such as easy_vqa.", metavar="RECIPE")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -94,7 +96,7 @@ def train(recipe: Recipe, overrides: Overrides = None, show_traceback: Traceback
     """Train by a recipe into its run folder: metrics.jsonl, completions with their pictures, checkpoints."""
     console = Console(highlight=False)
     with _clean_errors(show_traceback):
-        _run(load_config(recipe, overrides or ()), console)
+        _run(load_config(recipe_path(recipe), overrides or ()), console)
 
 
 @app.command(context_settings=_SETTINGS)
@@ -109,7 +111,7 @@ def verify(
     Exit code 1 when an error is over its bound.
     """
     with _clean_errors(show_traceback):
-        config = load_config(recipe, overrides or ())
+        config = load_config(recipe_path(recipe), overrides or ())
         _prepare_libraries(Console(stderr=True))
         from rollplex.runtime.verify import verify as run_verify
 
@@ -143,29 +145,11 @@ def demo(
     console = Console(highlight=False)
     with _clean_errors(show_traceback):
         defaults = [f"run.seed={seed}", f"run.output_dir={_new_folder(Path('runs'), f'demo-seed{seed}')}"]
-        with resources.as_file(resources.files("rollplex.recipes") / "demo.yaml") as recipe:
-            config = load_config(recipe, [*defaults, *(overrides or ())])
-        result = _run(config, console)
+        result = _run(load_config(recipe_path("demo"), [*defaults, *(overrides or ())]), console)
         change = rise(result.rewards)
         if min_rise is not None and (change is None or change.difference < min_rise):
             console.print(f"the reward rose by less than {min_rise:g} (--min-rise)")
             raise typer.Exit(EXIT_FAILED)
-
-
-def option_lines() -> Iterator[Text]:
-    """All options as lines: sections as headings, then two lines for each option."""
-    groups, section = all_groups(), None
-    yield Text("Options of a recipe", "bold")
-    for option in all_options().values():
-        if option.section != section:
-            section = option.section
-            group = groups[section]
-            absent = " (the whole section may be absent)" if group.optional else ""
-            yield Text.assemble("\n", (section, "bold yellow"), f"  {group.description}{absent}")
-        yield Text.assemble(
-            "  ", (option.key, "bold cyan"), f"  {option.type}  ", (f"[default: {option.default}]", "dim")
-        )
-        yield Text(f"      {option.description}")
 
 
 def main() -> None:
@@ -252,7 +236,7 @@ def _clean_errors(show_traceback: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_MISTAKE if isinstance(error, _MISTAKES) else EXIT_FAILED) from error
     except KeyboardInterrupt as error:
         Console(stderr=True).print(
-            "stopped by Ctrl-C; complete checkpoints are intact, run.resume_from_checkpoint=auto goes on from the newest"
+            "stopped by Ctrl-C; complete checkpoints are intact: resume_from_checkpoint=auto goes on from the newest"
         )
         raise typer.Exit(EXIT_INTERRUPTED) from error
 
