@@ -30,9 +30,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     parsed = parse_mapping(_read(Path(path)), source)
     tree = parsed.tree
     places = {key: f"{source} line {line}" for key, line in parsed.lines.items()}
+    problems: list[str] = []
     for override in overrides:
-        _apply(tree, override, places)
-    problems = _shape_problems(tree, Config, "", places, source)
+        try:
+            _apply(tree, override, places)
+        except ConfigError as error:
+            problems.append(str(error))
+    problems += _shape_problems(tree, Config, "", places, source)
     if problems:
         raise ConfigError("\n".join(problems))
     try:
@@ -62,10 +66,11 @@ def _apply(tree: dict[str, Any], override: str, places: dict[str, str]) -> None:
     """Put one override into the tree. Raises ConfigError for a malformed, unknown or ambiguous one."""
     name, equals, text = override.partition("=")
     place = f"override {override!r}"
+    if name.startswith("-"):
+        plain = name.lstrip("-").replace("-", "_")
+        raise ConfigError(f"{place}: options of a recipe are written without dashes: {plain}={text or '...'}")
     if not equals or not name:
         raise ConfigError(f"{place} is not of the form key=value, for instance max_steps=5")
-    if name.startswith("-"):
-        raise ConfigError(f"{place}: options are written without dashes: {name.lstrip('-').replace('-', '_')}={text}")
     keys = keys_ending_in(name)
     if not keys:
         raise ConfigError(f"unknown option {name!r} in {place}; {hint_for(name)}")
