@@ -27,8 +27,8 @@ from rollplex import __version__
 from rollplex.config import Config
 from rollplex.errors import ConfigError, ModelError, RollplexError, RowError
 from rollplex.recipes.load import load_config
+from rollplex.recipes.options import all_groups, all_options
 from rollplex.recipes.packaged import recipe_path
-from rollplex.recipes.reference import options_text
 
 if TYPE_CHECKING:
     from rollplex.runtime.trainer import RunResult
@@ -53,8 +53,8 @@ class RecipeCommand(TyperCommand):
         """typer's help, then the options by section."""
         super().format_help(ctx, formatter)
         console = Console(highlight=False)
-        console.print(Text("\nOptions of a recipe\n", "bold"))
-        console.print(Text(options_text(console.width)), soft_wrap=True, end="")
+        for line in option_lines():
+            console.print(line, soft_wrap=True)
 
 
 # `--dtype=float64` then reaches the overrides, whose error says how it is written here.
@@ -150,6 +150,21 @@ def demo(
         if min_rise is not None and (change is None or change.difference < min_rise):
             console.print(f"the reward rose by less than {min_rise:g} (--min-rise)")
             raise typer.Exit(EXIT_FAILED)
+
+
+def option_lines() -> Iterator[Text]:
+    """All options as lines: sections as headings, then two lines for each option."""
+    groups, section = all_groups(), None
+    yield Text("Options of a recipe", "bold")
+    for option in all_options().values():
+        if option.section != section:
+            section = option.section
+            group = groups[section]
+            absent = f" (absent unless given; {section}={{}} takes its defaults)" if group.optional else ""
+            yield Text.assemble("\n", (section, "bold yellow"), f"  {group.description}{absent}")
+        facts = f"  <{option.type}>  "
+        yield Text.assemble("  ", (option.key, "bold cyan"), facts, (f"default: {option.default}", "dim"))
+        yield Text(f"      {option.description}")
 
 
 def main() -> None:
