@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from rollplex.config import Config
 from rollplex.errors import ConfigError, ModelError, RollplexError, RowError
 from rollplex.recipes.load import load_config
 from rollplex.recipes.options import all_groups, all_options
-from rollplex.recipes.packaged import recipe_path
+from rollplex.recipes.packaged import packaged_names, packaged_recipe, recipe_path
 
 if TYPE_CHECKING:
     from rollplex.runtime.trainer import RunResult
@@ -60,7 +61,10 @@ class RecipeCommand(TyperCommand):
 # `--dtype=float64` then reaches the overrides, whose error says how it is written here.
 _SETTINGS = {"ignore_unknown_options": True}
 Recipe = Annotated[
-    str, typer.Argument(help="A YAML file, or the name of a packaged recipe such as easy_vqa.", metavar="RECIPE")
+    str,
+    typer.Argument(
+        help=f"A YAML file, or the name of a packaged recipe: {', '.join(packaged_names())}.", metavar="RECIPE"
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -112,10 +116,13 @@ def verify(
     """
     with _clean_errors(show_traceback):
         config = load_config(recipe_path(recipe), overrides or ())
-        _prepare_libraries(Console(stderr=True))
-        from rollplex.runtime.verify import verify as run_verify
+        console = Console(stderr=True)
+        _prepare_libraries(console)
+        # Whatever a library or a task prints, stdout holds the answer alone.
+        with contextlib.redirect_stdout(sys.stderr), console.status("comparing with full sequences"):
+            from rollplex.runtime.verify import verify as run_verify
 
-        report = run_verify(config)
+            report = run_verify(config)
         facts = dataclasses.asdict(report)
         if as_json:
             typer.echo(json.dumps(facts))
@@ -144,8 +151,8 @@ def demo(
 
     console = Console(highlight=False)
     with _clean_errors(show_traceback):
-        defaults = [f"run.seed={seed}", f"run.output_dir={_new_folder(Path('runs'), f'demo-seed{seed}')}"]
-        result = _run(load_config(recipe_path("demo"), [*defaults, *(overrides or ())]), console)
+        defaults = [f"run.seed={seed}", f"run.output_dir={_new_folder(Path('runs/demo'))}"]
+        result = _run(load_config(packaged_recipe("demo"), [*defaults, *(overrides or ())]), console)
         change = rise(result.rewards)
         if min_rise is not None and (change is None or change.difference < min_rise):
             console.print(f"the reward rose by less than {min_rise:g} (--min-rise)")
@@ -212,12 +219,12 @@ def _evaluation(metrics: Mapping[str, float]) -> Iterator[str]:
         yield "evaluation: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
-def _new_folder(parent: Path, name: str) -> Path:
-    """`parent/name`, or with the first free number behind it: the demo never writes into an earlier run."""
-    folder, number = parent / name, 1
+def _new_folder(wanted: Path) -> Path:
+    """`wanted`, or with the first free number behind it: the demo never writes into an earlier run."""
+    folder, number = wanted, 1
     while folder.exists():
         number += 1
-        folder = parent / f"{name}-{number}"
+        folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder
 
 

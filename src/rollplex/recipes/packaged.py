@@ -1,4 +1,4 @@
-"""Where recipes lie: a path, or the name of one that comes with the package."""
+"""Where a recipe lies: a path, or the name of one that comes with the package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rollplex.errors import ConfigError
 
-FOLDER = Path(__file__).parent
-_SUFFIXES = (".yaml", ".yml")
+FOLDER = Path(__file__).parent  # in a source checkout `recipes` at the top is a link to it
 
 
 def packaged_names() -> list[str]:
@@ -16,19 +15,22 @@ def packaged_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def recipe_path(recipe: str) -> Path:
-    """The file that `recipe` means: a path as it is, or a packaged recipe by its bare name ("demo").
+def packaged_recipe(name: str) -> Path:
+    """The file of the packaged recipe `name` ("demo"). Raises ConfigError that lists the names there are."""
+    names = packaged_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(f"recipe {name!r} is neither a file nor one that comes along ({', '.join(names)}){hint}")
+    return FOLDER / f"{name}.yaml"
 
-    A file in the working folder goes before a packaged one of the same name. Raises ConfigError when there is neither;
-    a path that looks like a file name is returned as it is, and reading it says what is wrong.
+
+def recipe_path(recipe: str) -> Path:
+    """The file that a user's `recipe` means. A bare name is a packaged recipe, unless a file has that name.
+
+    Anything that looks like a file name is returned as it is: reading it says what is wrong. Raises ConfigError for a
+    bare name that is neither.
     """
     path = Path(recipe)
-    if path.is_file() or path.suffix in _SUFFIXES or len(path.parts) > 1:
-        return path
-    if recipe in packaged_names():
-        return FOLDER / f"{recipe}.yaml"
-    near = difflib.get_close_matches(recipe, packaged_names(), n=2)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ConfigError(
-        f"recipe {recipe!r} is neither a file nor one of the packaged recipes {', '.join(packaged_names())}{hint}"
-    )
+    looks_like_file = path.is_file() or path.suffix in (".yaml", ".yml") or len(path.parts) != 1
+    return path if looks_like_file else packaged_recipe(recipe)
