@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0  # an event loop that answers nothing for so long after a call's deadline is taken for blocked
+HEARTBEAT_S = 0.5  # an event loop that does not answer for so long after a call's deadline is taken for blocked
 _numbers = itertools.count()
 
 
@@ -37,6 +37,13 @@ class Call:
     timeout_s: float
     future: Future[Any] = field(default_factory=Future)
     deadline: float | None = None  # time.monotonic() value; None until the call starts
+
+
+class Verdict(NamedTuple):
+    """Which calls to give up, and whether their thread is lost with them."""
+
+    expired: list[Call]
+    stuck: bool
 
 
 class FunctionLane:
@@ -108,23 +115,29 @@ class FunctionLane:
                     deadlines = [c.deadline for c in self._calls if c.deadline is not None]
                     self._lock.wait(min(deadlines) - now if deadlines else None)
                     continue
-                self._calls = [c for c in self._calls if c not in overdue]
-                for call in overdue:
-                    call.future.set_exception(Overdue())
                 thread = self._thread
-            if thread is not None and not thread.drop(overdue):
-                self._replace(thread)
+            if thread is None:
+                return
+            verdict = thread.judge(overdue)  # may wait for a heartbeat, so without the lock
+            with self._lock:
+                expired = [c for c in verdict.expired if c in self._calls]  # the others have ended meanwhile
+                self._calls = [c for c in self._calls if c not in expired]
+                for call in expired:
+                    call.future.set_exception(Overdue())
+                if verdict.stuck and expired:
+                    self._replace(thread)
+                else:
+                    thread.cancel(expired)
 
     def _replace(self, stuck: _SyncThread | _LoopThread) -> None:
+        """Move the unresolved calls to a new thread; their clocks start anew. Called under the lock."""
         logger.warning(
             "reward function %s does not return: its thread is left behind, a new one takes over", self._name
         )
-        with self._lock:
-            if not self._closed:
-                self._thread = self._kind(self._name, self)
-                for call in self._calls:
-                    call.deadline = None
-                    self._thread.add(call)
+        self._thread = self._kind(self._name, self)
+        for call in self._calls:
+            call.deadline = None
+            self._thread.add(call)
         stuck.abandon()
 
 
@@ -143,9 +156,11 @@ class _SyncThread:
             self._queue.append(call)
             self._wake.notify()
 
-    def drop(self, calls: list[Call]) -> bool:
-        """A running plain function cannot be stopped."""
-        return False
+    def judge(self, overdue: list[Call]) -> Verdict:
+        return Verdict(overdue, stuck=True)  # a running plain function cannot be stopped
+
+    def cancel(self, calls: list[Call]) -> None:
+        """Nothing to do: the one call that ran has ended meanwhile."""
 
     def abandon(self) -> None:
         with self._wake:
@@ -183,18 +198,27 @@ class _LoopThread:
     def add(self, call: Call) -> None:
         self._post(lambda: self._start(call))
 
-    def drop(self, calls: list[Call]) -> bool:
-        """Cancel calls; False when the loop does not answer, which means that a coroutine blocks it."""
+    def judge(self, overdue: list[Call]) -> Verdict:
+        """A loop that answers only has slow calls. Else one coroutine blocks it: only that one is to blame."""
         alive = threading.Event()
+        if self._post(alive.set) and alive.wait(HEARTBEAT_S):
+            return Verdict(overdue, stuck=False)
+        running = asyncio.current_task(self._loop)
+        blocking = [call for call, task in list(self._tasks.items()) if task is running]
+        if not blocking:  # a task that the function made itself: it cannot be told whose
+            return Verdict(overdue, stuck=True)
+        if blocking[0] in overdue:
+            return Verdict(blocking, stuck=True)
+        return Verdict([], stuck=False)  # it still has time; the others get their verdict when the loop answers
 
-        def cancel() -> None:
+    def cancel(self, calls: list[Call]) -> None:
+        def on_loop() -> None:
             for call in calls:
                 task = self._tasks.pop(call, None)
                 if task is not None:
                     task.cancel()
-            alive.set()
 
-        return self._post(cancel) and alive.wait(HEARTBEAT_S)
+        self._post(on_loop)
 
     def abandon(self) -> None:
         self._post(self._loop.stop)

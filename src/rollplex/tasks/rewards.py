@@ -20,7 +20,7 @@ from typing import Any
 
 from rollplex.config import RewardConfig
 from rollplex.errors import ConfigError, DeadlineError, RewardError, RowError, StateError
-from rollplex.tasks.reward_lanes import Call, FunctionLane, Overdue
+from rollplex.tasks.reward_lanes import HEARTBEAT_S, Call, FunctionLane, Overdue
 from rollplex.tasks.reward_source import RewardFunction, is_async, resolve_reward, unique_names
 from rollplex.types import Example, Group
 
@@ -104,7 +104,7 @@ class RewardRunner:
 
     def longest_wait_s(self, num_groups: int) -> float:
         """Seconds after which `num_groups` groups submitted together are all scored or past their deadlines."""
-        return (num_groups + 1) * self.timeout_s
+        return (num_groups + 1) * (self.timeout_s + HEARTBEAT_S)
 
 
 @dataclass(eq=False)
