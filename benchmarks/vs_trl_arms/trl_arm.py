@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
@@ -137,7 +137,7 @@ def main() -> None:
     }
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=[reward],
+        reward_funcs=[cast(Any, reward)],  # its type wants list[float | None], which list[float] is not
         args=args,
         train_dataset=datasets.load_from_disk(spec.rows),
         processing_class=processor,

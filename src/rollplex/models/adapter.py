@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ class VlmAdapter(Protocol):
     """One model family as pure functions on packed tokens (T rows, no batch axis)."""
 
     shape: DecoderShape
-    layers: Sequence[nn.Module]
+    layers: Sequence[Any]  # decoder layers; Any because nn.Module types every part as Tensor | Module
     final_norm: nn.Module
     embed: nn.Module
     lm_head: nn.Linear
@@ -92,7 +92,8 @@ class VlmAdapter(Protocol):
 
 def adapter_for(model: nn.Module) -> VlmAdapter:
     """The adapter of `model`'s family (also through a peft wrapper). Raises ModelError for a family without one."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wrapped: Any = model
+    base = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
     family = base.config.model_type
     if family not in FAMILIES:
         raise ModelError(

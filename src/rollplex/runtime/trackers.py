@@ -52,7 +52,7 @@ class _Tensorboard:
 
         folder = Path(config.run.output_dir) / "tensorboard"
         # Hides what a killed run had logged after the checkpoint that is resumed from.
-        self.writer: Any = SummaryWriter(str(folder), purge_step=resume_step + 1)  # type: ignore[no-untyped-call]
+        self.writer: Any = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():

@@ -39,7 +39,10 @@ class StatefulOptimizer(Protocol):
     """The part of train.optimizer.PolicyOptimizer that a checkpoint needs."""
 
     num_steps: int
-    weights: dict[str, torch.Tensor]  # the trained parameters by name
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The trained parameters by name."""
 
     def named_state(self) -> dict[str, torch.Tensor]:
         """Tensors by '<state>/<parameter name>'."""

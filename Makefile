@@ -1,0 +1,49 @@
+# make install | demo | test | lint | check. Nothing is needed beforehand but Python >= 3.11 with venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Further arguments: overrides for the demo (make demo ARGS="run.seed=1"), options for pytest (make test ARGS="-k loss").
+ARGS ?=
+
+# A stamp is written only after pip succeeded, so an interrupted installation is taken up again.
+BASE := $(VENV)/.installed-base
+DEV := $(VENV)/.installed-dev
+
+.PHONY: install demo test lint format check clean
+.DELETE_ON_ERROR:
+
+install: $(DEV)
+
+demo: $(BASE)
+	$(BIN)/rollplex demo $(ARGS)
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: $(DEV)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(BASE): pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install -e .
+	touch $@
+
+$(DEV): pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $(BASE) $@
