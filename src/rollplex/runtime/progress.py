@@ -32,6 +32,7 @@ PLAIN_INTERVAL_S = 10.0  # seconds between plain lines of longer stages
 _REMEMBERED = 20  # steps that the time estimate looks back on
 _SPARK_WIDTH = 40
 _BAR_WIDTH = 30
+_DOTS, _BLOCKS = "\u280b", "\u2588"  # one character each of the spinner and of the sparkline
 
 
 class Progress:
@@ -45,14 +46,13 @@ class Progress:
         self._pace = Pace(clock)
         self._plain = PlainLines(clock)
         self._rewards: list[float] = []
-        self._tokens_per_metric: Callable[[Mapping[str, float]], float] = lambda metrics: math.nan
-        self._total = 0
-        self._body: RenderableType = Spinner("dots", Text("loading rows and model"))
+        self._total = self._responses = 0
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live = Live(self._body, console=self._console, refresh_per_second=8, transient=True)
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            waiting = Spinner("dots" if can_encode(self._console, _DOTS) else "line", Text("loading rows and model"))
+            self._live = Live(waiting, console=self._console, refresh_per_second=8, transient=True)
             self._live.start()
         return self
 
@@ -68,8 +68,7 @@ class Progress:
         self._total = total_steps
         self._pace.restart()
         self._plain.restart(total_steps)
-        responses = config.rollout.prompts_per_step * config.rollout.num_generations
-        self._tokens_per_metric = lambda metrics: metrics.get("completions/mean_length", math.nan) * responses
+        self._responses = config.rollout.prompts_per_step * config.rollout.num_generations
         self.on_message(
             f"training {total_steps} steps of {config.rollout.prompts_per_step} prompts x "
             f"{config.rollout.num_generations} responses into {config.run.output_dir}"
@@ -92,11 +91,12 @@ class Progress:
         if math.isfinite(reward):
             self._rewards.append(reward)
         step_time = metrics.get("step_time", math.nan)
-        tokens = self._tokens_per_metric(metrics)
+        length = metrics.get("completions/mean_length", math.nan)
         facts = {
             "reward": _number(reward, ".3f"),
-            "length": _number(metrics.get("completions/mean_length", math.nan), ".1f"),
-            "tokens/s": _number(tokens / step_time if step_time > 0 else math.nan, ",.0f"),
+            "length": _number(length, ".1f"),
+            # Response tokens over the whole step, its update included.
+            "tokens/s": _number(length * self._responses / step_time if step_time > 0 else math.nan, ",.0f"),
             "step time": _number(step_time, ".2f", "s"),
             "eta": duration(self._pace.remaining(self._total - report.step)),
         }
@@ -130,7 +130,7 @@ class Progress:
         line = Text("  ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in facts.items())
         if not self._rewards:
             return Group(bar, line)
-        spark = sparkline(self._rewards, _SPARK_WIDTH, ascii_only=not can_encode(self._console, "\u2588"))
+        spark = sparkline(self._rewards, _SPARK_WIDTH, ascii_only=not can_encode(self._console, _BLOCKS))
         return Group(bar, line, Text.assemble(("reward ", "dim"), (spark, "green")))
 
 
