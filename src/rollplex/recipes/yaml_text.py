@@ -59,9 +59,15 @@ class _Dumper(yaml.SafeDumper):
         text = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(data), repr(data))
         return self.represent_scalar("tag:yaml.org,2002:float", text)
 
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        # PyYAML's plain and single-quoted styles lose some line breaks (U+0085 comes back as a space).
+        style = None if data.isascii() and data.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Dumper.add_representer(float, _Dumper.represent_float)
+_Dumper.add_representer(str, _Dumper.represent_text)
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
     _Dumper.add_implicit_resolver(_tag, _pattern, _first)
