@@ -419,8 +419,6 @@ def test_setup_errors() -> None:
         RewardRunner(RewardConfig(), [])
     with pytest.raises(ConfigError, match=r"has 2 entries, needed 1.*\(f\)"):
         RewardRunner(RewardConfig(reward_weights=(1.0, 2.0)), [f])
-    with pytest.raises(ConfigError, match="finite"):
-        RewardRunner(RewardConfig(reward_weights=(float("nan"),)), [f])
     with pytest.raises(ConfigError, match="'f' is given 2 times"):
         RewardRunner(RewardConfig(), [f, functools.partial(f, k=1)])
 

@@ -209,8 +209,6 @@ def _weights(given: Sequence[float] | None, names: Sequence[str]) -> tuple[float
             f"rewards.reward_weights has {len(given)} entries, needed {len(names)}, one per reward function "
             f"({', '.join(names)})"
         )
-    if not all(math.isfinite(weight) for weight in given):
-        raise ConfigError(f"rewards.reward_weights must be finite, found {list(given)}")
     return tuple(given)
 
 
