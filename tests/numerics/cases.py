@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from conftest import INITIALIZER_RANGE, TOKENIZER_TEXTS
 from numerics.oracle import OracleGroup
-from rollplex.config import Config, DataConfig
+from rollplex.config import BuildConfig, Config, DataConfig
+from rollplex.models.build import build_model, build_processor, cast_parameters
 from rollplex.models.load import LoadedModel
 from rollplex.models.policy import Policy
 from rollplex.models.prompts import PromptBuilder
+from rollplex.train.advantage import compute_advantages
 from rollplex.train.optimizer import OptimizerStep, PolicyOptimizer
 from rollplex.train.prefix_book import PrefixBook
 from rollplex.train.update import FrozenLogps, Updater
@@ -22,6 +27,7 @@ from rollplex.types import Example, FinishReason, Group, PromptSpec, Response, S
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 MODES = ("graph", "checkpoint", "recompute")
+TEMPORAL_PATCH = 2  # frames per temporal patch of both families
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 ASK = {"type": "text", "text": "How many red squares are in the image?"}
 SHORT = {"type": "text", "text": "Count."}
@@ -85,6 +91,22 @@ class Rig:
         return [replace(self.builder.build(EXAMPLES[name]), row=row) for row, name in enumerate(names)]
 
 
+@cache
+def _weights(family: str, options: tuple[tuple[str, Any], ...]) -> LoadedModel:
+    processor = build_processor(family, TOKENIZER_TEXTS, 384)
+    sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, **dict(options)}
+    model = build_model(BuildConfig(family=family, **sizes), processor, seed=7, initializer_range=INITIALIZER_RANGE)
+    return LoadedModel(model, processor)
+
+
+def tiny_rig(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Rig:
+    """A tiny model with wide weights (attention far from uniform), its own copy for each call."""
+    cached = _weights(family, tuple(sorted(options.items())))
+    model = copy.deepcopy(cached.model)
+    cast_parameters(model, dtype)
+    return rig(LoadedModel(model, cached.processor))
+
+
 def rig(loaded: LoadedModel) -> Rig:
     """Prompts are kept small: at most 16 visual tokens a picture."""
     config = loaded.model.get_base_model().config if hasattr(loaded.model, "get_base_model") else loaded.model.config
@@ -117,13 +139,11 @@ def groups_of(
 
 
 def _advantages(rewards: tuple[float, ...]) -> tuple[float, ...]:
-    from rollplex.train.advantage import compute_advantages
-
     return compute_advantages([rewards], estimator="group").values[0]
 
 
-def oracle_group(scored: ScoredGroup, temporal_patch: int = 2) -> OracleGroup:
-    """The same group as the oracle wants it: seconds per temporal patch straight from the clip."""
+def oracle_group(scored: ScoredGroup, family: str) -> OracleGroup:
+    """The same group as the oracle wants it. Qwen2.5-VL spaces the time axis of videos by the clip's own seconds."""
     spec, example = scored.group.spec, scored.group.example
     inputs: dict[str, torch.Tensor] = {
         "input_ids": spec.input_ids[None],
@@ -133,15 +153,21 @@ def oracle_group(scored: ScoredGroup, temporal_patch: int = 2) -> OracleGroup:
         value = getattr(spec, key)
         if value is not None:
             inputs[key] = value
-    return OracleGroup(inputs, tuple(r.token_ids for r in scored.group.responses), tuple(float(r) for r in scored.rewards))
+    if family == "qwen2_5_vl" and example.videos:
+        inputs["second_per_grid_ts"] = torch.tensor([TEMPORAL_PATCH / video.fps for video in example.videos])
+    rewards = tuple(float(r) for r in scored.rewards if r is not None)
+    return OracleGroup(inputs, tuple(r.token_ids for r in scored.group.responses), rewards)
 
 
-def with_seconds(group: OracleGroup, scored: ScoredGroup, family: str) -> OracleGroup:
-    """Qwen2.5-VL spaces the time axis of videos by seconds."""
-    if family != "qwen2_5_vl" or not scored.group.example.videos:
-        return group
-    seconds = torch.tensor([2 / video.fps for video in scored.group.example.videos])
-    return replace(group, inputs=group.inputs | {"second_per_grid_ts": seconds})
+def moved(model: Any, scale: float = 0.01) -> Any:
+    """A copy with slightly other weights: a reference that the policy has drifted from."""
+    other = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.add_(scale * noise.to(parameter.dtype))
+    return other
 
 
 class RecordingOptimizer(PolicyOptimizer):
