@@ -82,7 +82,7 @@ responses = st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 
     seed=st.integers(0, 1000),
 )
 def test_micro_batch_shares_add_up_for_any_partition(
-    rows: list[tuple[int, bool, int]], loss_type: str, level: str, delta: float | None, beta: float, estimator: str,
+    *, rows: list[tuple[int, bool, int]], loss_type: str, level: str, delta: float | None, beta: float, estimator: str,
     weights: bool, seed: int,
 ) -> None:  # fmt: skip
     """Loss, gradient and every metric of the sum of shares equal those of the whole step."""

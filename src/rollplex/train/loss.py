@@ -139,7 +139,9 @@ def policy_loss(batch: LossBatch, totals: LossTotals, settings: LossSettings) ->
         if settings.beta != 0.0:
             loss = policy + settings.beta * (scale_T * kl_T).sum()
     with torch.no_grad():
-        metrics = _metrics(loss, policy, kl_T, mask_T, sizes_N, ratio, batch, settings)
+        metrics = _metrics(
+            batch, settings, loss=loss, policy=policy, kl_T=kl_T, mask_T=mask_T, sizes_N=sizes_N, ratio=ratio
+        )
     return LossResult(loss, metrics)
 
 
@@ -199,14 +201,15 @@ def _scale(sizes_N: torch.Tensor, totals: LossTotals, settings: LossSettings) ->
 
 
 def _metrics(
+    batch: LossBatch,
+    settings: LossSettings,
+    *,
     loss: torch.Tensor,
     policy: torch.Tensor,
     kl_T: torch.Tensor | None,
     mask_T: torch.Tensor,
     sizes_N: torch.Tensor,
     ratio: _Ratio,
-    batch: LossBatch,
-    settings: LossSettings,
 ) -> MetricSums:
     num_tokens = sizes_N.double().sum()
     means: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
