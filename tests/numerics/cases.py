@@ -18,11 +18,13 @@ from rollplex.config import BuildConfig, Config, DataConfig
 from rollplex.models.build import build_model, build_processor, cast_parameters
 from rollplex.models.load import LoadedModel
 from rollplex.models.policy import Policy
+from rollplex.models.prefix import Activations
 from rollplex.models.prompts import PromptBuilder
 from rollplex.train.advantage import compute_advantages
 from rollplex.train.optimizer import OptimizerStep, PolicyOptimizer
 from rollplex.train.prefix_book import PrefixBook
-from rollplex.train.update import FrozenLogps, Updater
+from rollplex.train.reference import Reference
+from rollplex.train.update import Updater
 from rollplex.types import Example, FinishReason, Group, PromptSpec, Response, ScoredGroup, VideoClip
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -188,11 +190,16 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 
 def product_update(
-    policy: Policy, scored: Sequence[ScoredGroup], config: Config, mode: str = "graph", reference: Any = None
+    policy: Policy,
+    scored: Sequence[ScoredGroup],
+    config: Config,
+    mode: Activations = "graph",
+    reference: Reference | None = None,
+    optimizer: RecordingOptimizer | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """One rollout's optimizer steps as the learner takes them; the gradient of each."""
     steps = config.algorithm.num_iterations * config.algorithm.steps_per_generation
-    optimizer = RecordingOptimizer(policy.model, config.train, steps)
+    optimizer = optimizer or RecordingOptimizer(policy.model, config.train, steps)
     updater = Updater(policy, optimizer, reference, config)
     groups = [s.group for s in scored]
     book = None
@@ -202,8 +209,7 @@ def product_update(
         book.compute({g.rollout_id: g.spec for g in groups[:first]}, mode)
         if first < len(groups):
             book.compute({g.rollout_id: g.spec for g in groups[first:]}, "none")
-    frozen: FrozenLogps = updater.frozen_logps(groups, book)
-    updater.update(scored, book, frozen)
+    updater.update(scored, book, updater.frozen_logps(groups, book))
     return optimizer.steps
 
 
