@@ -25,6 +25,11 @@ TOKENIZER_TEXTS = tuple(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """pytest reads options from this file only, not from golden/conftest.py."""
+    parser.addoption("--update-golden", action="store_true", help="Write tests/golden/*.txt anew from what is found.")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads() -> None:
     """Tiny tensors gain nothing from threads, and test processes share the cores."""
