@@ -2,8 +2,9 @@
 
 usage: python benchmarks/learning_parity.py [--steps 80] [--seeds 3] [--threads 1]
 
-A small model is warmed up on the answers with Rollplex's supervised stage; both trainers then start from that folder and
-see the same rows in the same order. A seed changes the sampling only. The last line is JSON. See benchmarks/README.md.
+A small model is warmed up on the answers with Rollplex's supervised stage; both trainers then start from that folder
+and see the same rows in the same order. A seed changes the sampling only. The last line is JSON.
+See benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -148,7 +148,8 @@ def report(result: dict[str, Any], by_arm: dict[str, ArmFigures], options: argpa
     """Print the table and the last line of JSON; keep the file when both arms ran."""
     for name, arm in by_arm.items():
         print(
-            f"{name:9s} median step {arm.median_seconds:.3f} s (cpu {arm.median_cpu_seconds:.3f} s)   peak {arm.peak_rss / 2**20:.0f} MiB   "
+            f"{name:9s} median step {arm.median_seconds:.3f} s (cpu {arm.median_cpu_seconds:.3f} s)   "
+            f"peak {arm.peak_rss / 2**20:.0f} MiB   "
             f"loaded {arm.baseline_rss / 2**20:.0f} MiB   step {arm.step_rss / 2**20:.0f} MiB   "
             f"mean length {arm.mean_length:g}"
         )

@@ -1,4 +1,4 @@
-"""The reward of the speed benchmarks: trivial to compute, and different inside a group, so that no gradient vanishes."""
+"""The reward of the speed benchmarks: trivial to compute, different inside a group so that no gradient vanishes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,14 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
 from vs_trl_arms import process, summary
 from vs_trl_arms.curves import agreement, distance, smoothed
 from vs_trl_arms.reward import length_reward
 from vs_trl_arms.settings import REWARD, SETTINGS, ArmSpec
-from vs_trl_arms.summary import UnequalWorkError, arm_figures, block_order, check_clock, check_lengths, ratios
+from vs_trl_arms.summary import (
+    UnequalWorkError,
+    arm_figures,
+    block_order,
+    check_clock,
+    check_lengths,
+    ratios,
+)
 
 
 def step(seconds: float, length: int = 64) -> dict[str, float]:
@@ -132,7 +135,8 @@ for line in sys.stdin:
     if spec["seed"] == 1:
         sys.exit("the arm failed on purpose")
     held = bytearray(b"x" * 64 * 2**20)
-    print(json.dumps({"event": "block", "steps": [{"seconds": 0.0}] * json.loads(line)["steps"], "peak_rss": 1}), flush=True)
+    steps = [{"seconds": 0.0}] * json.loads(line)["steps"]
+    print(json.dumps({"event": "block", "steps": steps, "peak_rss": 1}), flush=True)
 """
 
 
