@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from rollplex.models.fused import FusedLayer, fuse_layer
@@ -25,6 +26,7 @@ class DecodeModel:
     def __init__(self, policy: Policy):
         self.policy, self.adapter, self.shape = policy, policy.adapter, policy.adapter.shape
         self.fused: list[FusedLayer] = [fuse_layer(layer) for layer in self.adapter.layers]
+        self.root_scaling = self.shape.scaling**0.5
         self.has_qk_norm = hasattr(self.adapter.layers[0].self_attn, "q_norm")
         self.cos_MD = self.sin_MD = torch.empty(0, self.shape.head_dim, dtype=policy.dtype, device=policy.device)
 
@@ -38,8 +40,10 @@ class DecodeModel:
             positions = torch.arange(count, device=self.policy.device).expand(3, -1)
             cos, sin = self.adapter.rotary(positions, self.policy.dtype)
             half = self.shape.head_dim // 2
-            # rotate_half(x) * sin == roll(x, D/2) * (-sin for the first half, sin for the second)
-            self.cos_MD, self.sin_MD = cos, torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
+            # rotate_half(x) * sin == roll(x, D/2) * (-sin for the first half, sin for the second). Queries and keys both
+            # carry the root of the score's scaling, so that no pass over scores or queries is spent on it.
+            self.cos_MD = cos * self.root_scaling
+            self.sin_MD = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1) * self.root_scaling
 
     def forward(self, tokens_B: torch.Tensor, prompts: PromptCache, suffix: SuffixCache) -> torch.Tensor:
         """Feed one token per row; (B, V) logits of the next one."""
@@ -50,12 +54,12 @@ class DecodeModel:
         sin_B1D = self.sin_MD.index_select(0, suffix.positions_B).unsqueeze(1)
         for number, (layer, fused) in enumerate(zip(self.adapter.layers, self.fused, strict=True)):
             qk_BJD, v_BKD = self._projections(layer, fused, _rms(x_BC, layer.input_layernorm))
-            qk_BJD = qk_BJD * cos_B1D + torch.roll(qk_BJD, shape.head_dim // 2, -1) * sin_B1D
+            qk_BJD = torch.addcmul(qk_BJD * cos_B1D, torch.roll(qk_BJD, shape.head_dim // 2, -1), sin_B1D)
             q_BHD, k_BKD = qk_BJD[:, : shape.num_heads], qk_BJD[:, shape.num_heads :]
             keys, values = suffix.write(number, k_BKD, v_BKD)
-            mixed_BC = prompts.attend(number, q_BHD * shape.scaling, keys, values, suffix.bias_BR)
-            x_BC = x_BC + layer.self_attn.o_proj(mixed_BC)
-            x_BC = x_BC + self._mlp(layer.mlp, fused, _rms(x_BC, layer.post_attention_layernorm))
+            mixed_BC = prompts.attend(number, q_BHD, keys, values, suffix.bias_BR)
+            x_BC = _add_linear(x_BC, mixed_BC, layer.self_attn.o_proj)
+            x_BC = self._add_mlp(x_BC, layer, fused)
         suffix.end_token()
         return self.logits(x_BC)
 
@@ -75,11 +79,19 @@ class DecodeModel:
             qk_BJD = torch.cat((q_BHD, k_BKD), dim=1)
         return qk_BJD, v_BKD
 
-    def _mlp(self, mlp: Any, fused: FusedLayer, h_BC: torch.Tensor) -> torch.Tensor:
+    def _add_mlp(self, x_BC: torch.Tensor, layer: Any, fused: FusedLayer) -> torch.Tensor:
+        mlp, h_BC = layer.mlp, _rms(x_BC, layer.post_attention_layernorm)
         if fused.gate_up_weight is None:
-            return mlp(h_BC)
+            return x_BC + mlp(h_BC)
         gate_BI, up_BI = F.linear(h_BC, fused.gate_up_weight).chunk(2, dim=-1)
-        return mlp.down_proj(mlp.act_fn(gate_BI) * up_BI)
+        return _add_linear(x_BC, mlp.act_fn(gate_BI).mul_(up_BI), mlp.down_proj)
+
+
+def _add_linear(x_BC: torch.Tensor, h_BI: torch.Tensor, module: Any) -> torch.Tensor:
+    """x + module(h), in one kernel where the module is a plain matrix."""
+    if type(module) is nn.Linear and module.bias is None:
+        return torch.addmm(x_BC, h_BI, module.weight.t())
+    return x_BC + module(h_BI)
 
 
 def _rms(x: torch.Tensor, norm: Any) -> torch.Tensor:
@@ -92,7 +104,7 @@ class PromptCache:
     """Keys and values of live prompts, stacked over groups, each held once and read once per step for its group."""
 
     def __init__(self, model: DecodeModel):
-        self.shape, self.device = model.shape, model.policy.device
+        self.shape, self.device, self.root_scaling = model.shape, model.policy.device, model.root_scaling
         self.parts: dict[int, tuple[PrefixPack, int]] = {}
         self.stale = True
         self.keys: list[torch.Tensor] = []  # per layer (G, K, D, P)
@@ -148,7 +160,7 @@ class PromptCache:
             keys = layer[0].k_GKPD.new_zeros(len(layer), self.shape.num_kv_heads, self.shape.head_dim, longest)
             values = layer[0].k_GKPD.new_zeros(len(layer), self.shape.num_kv_heads, longest, self.shape.head_dim)
             for slot, kv in enumerate(layer):
-                keys[slot, :, :, : lengths[slot]] = kv.k_GKPD[0].transpose(1, 2)
+                keys[slot, :, :, : lengths[slot]] = kv.k_GKPD[0].transpose(1, 2) * self.root_scaling
                 values[slot, :, : lengths[slot]] = kv.v_GKPD[0]
             self.keys.append(keys)
             self.values.append(values)
@@ -162,34 +174,46 @@ class PromptCache:
     def attend(
         self, layer: int, q_BHD: torch.Tensor, k_BKRD: torch.Tensor, v_BKRD: torch.Tensor, bias_BR: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of scaled queries over [group's prompt, own suffix]; (B, H * D)."""
-        num_kv, (groups, width) = self.shape.num_kv_heads, self.grid
-        q_BKED = q_BHD.unflatten(1, (num_kv, -1))
+        """Attention of queries over [group's prompt, own suffix], all scaled already; (B, H * D)."""
+        num_kv, head_dim, (groups, width) = self.shape.num_kv_heads, self.shape.head_dim, self.grid
+        rows = q_BHD.shape[0]
+        q_BKED = q_BHD.reshape(rows, num_kv, -1, head_dim)
+        repeat = q_BKED.shape[2]
         cells = q_BKED if self.rows_GN is None else q_BKED.index_select(0, self.rows_GN)
-        q_GKSD = cells.unflatten(0, (groups, width)).transpose(1, 2).flatten(2, 3)
+        by_group = (groups, width, num_kv, repeat)
+        q_GKSD = cells.view(*by_group, head_dim).transpose(1, 2).reshape(groups, num_kv, width * repeat, head_dim)
         to_prompt = torch.matmul(q_GKSD, self.keys[layer])
         if self.bias_G1P is not None:
-            to_prompt = to_prompt + self.bias_G1P
-        to_prompt = self._to_rows(to_prompt, width)
+            to_prompt += self.bias_G1P
+        prompt_tokens = to_prompt.shape[-1]
+        to_prompt = self._to_rows(to_prompt, width, repeat)
         to_suffix = torch.matmul(q_BKED, k_BKRD.transpose(2, 3))
         if bias_BR is not None:
-            to_suffix = to_suffix + bias_BR
-        prompt_tokens = to_prompt.shape[-1]
-        weights = torch.cat((to_prompt, to_suffix), dim=-1)
-        math = weights.dtype if weights.dtype == torch.float64 else torch.float32
-        weights = weights.softmax(-1, dtype=math).to(q_BHD.dtype)
+            to_suffix += bias_BR
+        weights = _softmax(torch.cat((to_prompt, to_suffix), dim=-1))
         mixed = torch.matmul(weights[..., prompt_tokens:], v_BKRD)
         over_prompt = weights[..., :prompt_tokens]
         if self.rows_GN is not None:
             over_prompt = over_prompt.index_select(0, self.rows_GN)
-        over_prompt = over_prompt.unflatten(0, (groups, width)).transpose(1, 2).flatten(2, 3)
-        mixed = mixed + self._to_rows(torch.matmul(over_prompt, self.values[layer]), width)
-        return mixed.flatten(1)
+        over_prompt = over_prompt.view(*by_group, prompt_tokens).transpose(1, 2)
+        over_prompt = over_prompt.reshape(groups, num_kv, width * repeat, prompt_tokens)
+        mixed = mixed + self._to_rows(torch.matmul(over_prompt, self.values[layer]), width, repeat)
+        return mixed.view(rows, -1)
 
-    def _to_rows(self, x_GKSx: torch.Tensor, width: int) -> torch.Tensor:
+    def _to_rows(self, x_GKSx: torch.Tensor, width: int, repeat: int) -> torch.Tensor:
         """(G, K, N * E, x) -> (B, K, E, x)."""
-        cells = x_GKSx.unflatten(2, (width, -1)).transpose(1, 2).flatten(0, 1)
+        groups, num_kv, _, last = x_GKSx.shape
+        cells = x_GKSx.view(groups, num_kv, width, repeat, last).transpose(1, 2)
+        if self.rows_GN is None and groups == 1:
+            return cells[0]
+        cells = cells.reshape(groups * width, num_kv, repeat, last)
         return cells if self.rows_GN is None else cells.index_select(0, self.cells_B)
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    if scores.dtype in (torch.float32, torch.float64):
+        return scores.softmax(-1)
+    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
 
 
 class SuffixCache:

@@ -33,7 +33,7 @@ class _Row:
     index: int
     tokens: list[int]
     logps: list[float]
-    uniforms: torch.Tensor  # float64 (max_tokens,)
+    uniforms: list[float]  # one per token
     prompt: _Prompt
 
 
@@ -78,7 +78,7 @@ class LocalEngine:
         prompt = _Prompt(rollout_id, spec, pack, number, self.params.num_generations)
         for index in range(self.params.num_generations):
             draws = keyed_uniforms(self.params.seed, rollout_id, index, self.params.max_tokens)
-            self.waiting.append(_Row(rollout_id, index, [], [], torch.from_numpy(draws), prompt))
+            self.waiting.append(_Row(rollout_id, index, [], [], draws.tolist(), prompt))
 
     def step(self) -> list[Finished]:
         """One token for every live response."""
@@ -134,8 +134,8 @@ class LocalEngine:
         if params.greedy:
             tokens_B = scores_BV.argmax(-1)
         else:
-            uniforms = torch.stack([row.uniforms[len(row.tokens)] for row in self.rows]).to(scores_BV.device)
-            tokens_B = draw(filtered(scores_BV, params), uniforms)
+            uniforms = torch.tensor([row.uniforms[len(row.tokens)] for row in self.rows], dtype=torch.float64)
+            tokens_B = draw(filtered(scores_BV, params), uniforms.to(scores_BV.device))
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, tokens_B[:, None], True)
         chosen_B = logps_BV.gather(1, tokens_B[:, None]).squeeze(1)
