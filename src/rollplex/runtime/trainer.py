@@ -8,6 +8,7 @@ resumed ends with the same bits as one that was not.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,7 +75,6 @@ class Trainer:
         position = next_rollout_id = 0
         if self.resumed_from is not None:
             position, next_rollout_id = self._restore(self.resumed_from)
-        self.feed = PromptFeed(self.session, position=position, next_rollout_id=next_rollout_id)
         self.rewards = RewardRunner(config.rewards, self.session.task.reward_funcs)
         self.collector = Collector(self.session.tokenizer, self.rewards, config.rewards.timeout_s)
         self.learner = Learner(
@@ -85,6 +85,8 @@ class Trainer:
             config,
             stop_token_ids=self.session.stop_token_ids,
         )
+        # Last: its threads run from now on, and `close` cannot be called on a Trainer that was never made.
+        self.feed = PromptFeed(self.session, position=position, next_rollout_id=next_rollout_id)
 
     def run_step(self) -> tuple[StepReport, StepOutcome]:
         """One rollout and its optimizer steps."""
@@ -104,33 +106,15 @@ class Trainer:
         """Run to `train.max_steps`, writing the run folder."""
         config = self.config
         output_dir = Path(config.run.output_dir)
-        recover(output_dir)
-        folder = RunFolder.open(config, resume_step=self.step if self.resumed_from is not None else None)
-        trackers = Trackers(config, resume_step=self.step if self.resumed_from is not None else None)
-        rewards: list[float] = []
-        checkpoint: Path | None = self.resumed_from
-        self._tell("on_run_start", config, config.train.max_steps)
-        try:
-            while self.step < config.train.max_steps:
-                report, outcome = self.run_step()
-                evaluated = self._evaluate_if_due(self.step, config.run.eval_steps)
-                report = StepReport(report.step, {**report.metrics, **evaluated})
-                folder.log(report)
-                trackers.log(report)
-                self._tell("on_step", report)
-                if "reward" in report.metrics:
-                    rewards.append(report.metrics["reward"])
-                if _due(self.step, config.run.log_completions_steps):
-                    folder.log_completions(self.step, outcome.groups, outcome.texts)
-                if _due(self.step, config.run.save_steps) or self.step == config.train.max_steps:
-                    checkpoint = self.save()
-            evaluation = self._evaluate_if_due(1, 1)
-            result = RunResult(output_dir, self.step, tuple(rewards), checkpoint, evaluation)
-            folder.finish(evaluation)
-        finally:
-            trackers.close()
-            folder.close()
-            self.close()
+        with ExitStack() as stack:  # whatever fails, threads that run on would crash the interpreter at its exit
+            stack.callback(self.close)
+            recover(output_dir)
+            resume_step = self.step if self.resumed_from is not None else None
+            folder = RunFolder.open(config, resume_step=resume_step)
+            stack.callback(folder.close)
+            trackers = Trackers(config, resume_step=resume_step)
+            stack.callback(trackers.close)
+            result = self._run(folder, trackers)
         self._tell("on_run_end", result)
         return result
 
@@ -165,6 +149,29 @@ class Trainer:
         """Stop media and reward threads."""
         self.feed.close()
         self.rewards.close()
+
+    def _run(self, folder: RunFolder, trackers: Trackers) -> RunResult:
+        config = self.config
+        rewards: list[float] = []
+        checkpoint: Path | None = self.resumed_from
+        self._tell("on_run_start", config, config.train.max_steps)
+        while self.step < config.train.max_steps:
+            report, outcome = self.run_step()
+            evaluated = self._evaluate_if_due(self.step, config.run.eval_steps)
+            report = StepReport(report.step, {**report.metrics, **evaluated})
+            folder.log(report)
+            trackers.log(report)
+            self._tell("on_step", report)
+            if "reward" in report.metrics:
+                rewards.append(report.metrics["reward"])
+            if _due(self.step, config.run.log_completions_steps):
+                folder.log_completions(self.step, outcome.groups, outcome.texts)
+            if _due(self.step, config.run.save_steps) or self.step == config.train.max_steps:
+                checkpoint = self.save()
+        evaluation = self._evaluate_if_due(1, 1)
+        result = RunResult(Path(config.run.output_dir), self.step, tuple(rewards), checkpoint, evaluation)
+        folder.finish(evaluation)
+        return result
 
     def _evaluate_if_due(self, step: int, every: int) -> dict[str, float]:
         if self.config.data.eval_split is None or not _due(step, every):
