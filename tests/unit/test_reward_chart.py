@@ -70,6 +70,12 @@ def test_chart_names_the_range_and_the_steps() -> None:
     assert lines[-1].split() == ["step", "1", "step", "3"]
 
 
+def test_chart_of_a_constant_names_no_value_but_its_own() -> None:
+    lines = chart([0.5, 0.5, 0.5], height=4, ascii_only=True)
+    assert [line.split("|")[0].strip() for line in lines[:-1]] == ["", "0.500", "", ""]
+    assert [line.split("|")[1] for line in lines[:-1]] == ["", "@@@", "@@@", "@@@"]
+
+
 def test_chart_in_ascii_has_nothing_else() -> None:
     text = "\n".join([*chart([0.0, 0.3, 1.0], ascii_only=True), sparkline([0.0, 0.3, 1.0], 9, ascii_only=True)])
     assert text.isascii()

@@ -64,14 +64,19 @@ def chart(values: Sequence[float], *, width: int = 60, height: int = 8, ascii_on
     if not means:
         return []
     low, high = min(means), max(means)
-    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
     levels = _ASCII_LEVELS if ascii_only else _LEVELS
     full = len(levels) - 1
-    # One part in eight of a row stays visible for the lowest value, so that it is not mistaken for a missing one.
-    heights = [max(1, round((mean - low) / (high - low) * height * full)) for mean in means]
+    if high > low:
+        # One part in eight of a row stays visible for the lowest value, so that it is not mistaken for a missing one.
+        heights = [max(1, round((mean - low) / (high - low) * height * full)) for mean in means]
+        labels = {height - 1: high, 0: low}
+    else:
+        middle = height // 2
+        heights = [(middle + 1) * full] * len(means)
+        labels = {middle: low}
     lines = []
     for row in range(height - 1, -1, -1):
-        label = {height - 1: f"{high:8.3f}", 0: f"{low:8.3f}"}.get(row, " " * 8)
+        label = f"{labels[row]:8.3f}" if row in labels else " " * 8
         bars = "".join(levels[min(full, max(0, filled - row * full))] for filled in heights)
         lines.append(f"{label} {'|' if ascii_only else chr(0x2502)}{bars}".rstrip())
     last = f"step {len(values)}"
