@@ -19,7 +19,7 @@ from rollplex.recipes.hints import PEER_NAMES, hint_for
 from rollplex.recipes.load import dump_config, load_config
 from rollplex.recipes.options import all_groups, all_options, keys_ending_in
 from rollplex.recipes.packaged import packaged_names, recipe_path
-from rollplex.recipes.yaml_text import parse_mapping, parse_value, write_mapping
+from rollplex.recipes.yaml_text import parse_mapping, parse_value, write_yaml
 
 MINIMAL = "model:\n  build: {family: qwen2_5_vl}\n"
 
@@ -216,8 +216,8 @@ def test_accepted_combination(recipe: Path, overrides: list[str]) -> None:
 
 
 def test_file_that_is_no_recipe(tmp_path: Path) -> None:
-    assert "holds a sequence" in _refusal(_write(tmp_path, "- a\n- b\n"))
-    assert "holds a scalar" in _refusal(_write(tmp_path, "hello\n"))
+    assert "holds a list" in _refusal(_write(tmp_path, "- a\n- b\n"))
+    assert "holds a single value" in _refusal(_write(tmp_path, "hello\n"))
     assert "model is missing" in _refusal(_write(tmp_path, ""))
     assert "cannot be read" in _refusal(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -285,7 +285,7 @@ _TREES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(
 @settings(deadline=None)  # PyYAML is slow, and other tests run beside this one
 @given(st.dictionaries(st.text(), _TREES, max_size=4))
 def test_yaml_round_trip(tree: dict[str, Any]) -> None:
-    again = parse_mapping(write_mapping(tree), "text").tree
+    again = parse_mapping(write_yaml(tree), "text").tree
     assert again == tree and repr(again) == repr(tree)  # repr: 1 is not 1.0, and 0.0 is not -0.0
 
 

@@ -14,7 +14,7 @@ from rollplex.config import Config, Section
 from rollplex.errors import ConfigError
 from rollplex.recipes.hints import hint_for
 from rollplex.recipes.options import all_options, keys_ending_in, section_type
-from rollplex.recipes.yaml_text import parse_mapping, parse_value, write_mapping
+from rollplex.recipes.yaml_text import parse_mapping, parse_value, write_yaml
 
 _MOST_SHOWN = 120  # characters of a found value
 
@@ -47,7 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump_config(config: Config) -> str:
     """YAML of every option; `load_config` of it gives an equal Config."""
-    return write_mapping(config.model_dump(mode="json"))
+    return write_yaml(config.model_dump(mode="json"))
 
 
 def _read(path: Path) -> str:
@@ -154,7 +154,7 @@ def _shown(value: Any) -> str:
     }
     if value is None:
         return "null"
-    text = write_mapping(value).strip() if isinstance(value, (dict, list)) else repr(value)
+    text = write_yaml(value).strip() if isinstance(value, (dict, list)) else repr(value)
     text = " ".join(text.split())
     text = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
     return f"the {words.get(type(value), type(value).__name__)} {text}"

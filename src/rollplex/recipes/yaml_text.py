@@ -81,13 +81,14 @@ def parse_mapping(text: str, source: str) -> YamlTree:
         if node is None:
             return YamlTree({}, {})
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{source} holds a {node.id}, needed sections such as `train:` with `key: value` lines")
+            kind = "list" if isinstance(node, yaml.SequenceNode) else "single value"
+            raise ConfigError(f"{source} holds a {kind}, needed sections such as `train:` with `key: value` lines")
         lines = _lines(node, "")
         tree: dict[str, Any] = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: {_reason(error)}") from error
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
     return YamlTree(tree, lines)
 
 
@@ -99,7 +100,7 @@ def parse_value(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: the value {text!r} is not valid YAML: {_reason(error)}") from error
 
 
-def write_mapping(tree: dict[str, Any]) -> str:
+def write_yaml(tree: dict[str, Any] | list[Any]) -> str:
     """The text that `parse_mapping` reads back to an equal tree."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
