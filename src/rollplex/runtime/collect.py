@@ -11,9 +11,6 @@ from rollplex.rollout.engine import RolloutEngine
 from rollplex.tasks.rewards import GroupScores, PendingScores, RewardRunner, TrainerState
 from rollplex.types import Example, Group, PromptSpec, Response
 
-# Added to rewards.timeout_s for the wait on a group's rewards: calls of one function run one after the other.
-REWARD_WAIT_FACTOR = 10.0
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -36,9 +33,8 @@ class RawGroup:
 class Collector:
     """Drives an engine to the end of a rollout while rewards run beside it."""
 
-    def __init__(self, tokenizer: Any, rewards: RewardRunner, reward_timeout_s: float):
+    def __init__(self, tokenizer: Any, rewards: RewardRunner):
         self.tokenizer, self.rewards = tokenizer, rewards
-        self.deadline_s = reward_timeout_s * REWARD_WAIT_FACTOR
 
     def decode(
         self, engine: RolloutEngine, slots: Sequence[Slot], num_generations: int, weight_version: int, state: TrainerState
@@ -71,7 +67,8 @@ class Collector:
 
     def scored(self, pending: Sequence[tuple[Group, tuple[str, ...], PendingScores]]) -> list[RawGroup]:
         """Wait for the rewards, each with a deadline."""
-        return [RawGroup(group, texts, scores.result(self.deadline_s)) for group, texts, scores in pending]
+        deadline_s = self.rewards.longest_wait_s(len(pending))
+        return [RawGroup(group, texts, scores.result(deadline_s)) for group, texts, scores in pending]
 
 
 def merged_log_metrics(raw: Sequence[RawGroup]) -> Mapping[str, float]:

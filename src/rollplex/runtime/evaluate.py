@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.local_engine import LocalEngine
@@ -29,19 +30,20 @@ def evaluate(session: Session, collector: Collector, params: SamplingParams, sta
     totals: dict[str, list[float]] = {"eval_reward": []}
     order = DataOrder(len(task), config.run.seed, False)
     with Prefetcher(task.example, session.prompts.build, order, config.data, stop=rows, ahead=BATCH_PROMPTS) as feed:
-        slots = [Slot(number, example, spec) for number, (example, spec) in enumerate(feed)]
-    for start in range(0, len(slots), BATCH_PROMPTS):
-        batch = slots[start : start + BATCH_PROMPTS]
-        book = PrefixBook(session.policy, config.train.micro_batch_tokens)
-        book.compute({slot.rollout_id: slot.spec for slot in batch}, "none")
-        engine = LocalEngine(session.policy, greedy, max_rows=config.rollout.max_decode_rows, prefix_source=book.source)
-        pending = collector.decode(engine, batch, 1, session.policy.weight_version, state)
-        for item in collector.scored(pending):
-            _add(totals, "eval_reward", item.scores.rewards)
-            for name, values in item.scores.parts.items():
-                _add(totals, f"eval_rewards/{name}/mean", values)
+        numbered = (Slot(number, example, spec) for number, (example, spec) in enumerate(feed))
+        while batch := list(islice(numbered, BATCH_PROMPTS)):
+            book = PrefixBook(session.policy, config.train.micro_batch_tokens)
+            book.compute({slot.rollout_id: slot.spec for slot in batch}, "none")
+            engine = LocalEngine(
+                session.policy, greedy, max_rows=config.rollout.max_decode_rows, prefix_source=book.source
+            )
+            pending = collector.decode(engine, batch, 1, session.policy.weight_version, state)
+            for item in collector.scored(pending):
+                _add(totals, "eval_reward", item.scores.rewards)
+                for name, values in item.scores.parts.items():
+                    _add(totals, f"eval_rewards/{name}/mean", values)
     metrics = {name: sum(values) / len(values) for name, values in totals.items() if values}
-    return metrics | {"eval_rows": float(len(slots))}
+    return metrics | {"eval_rows": float(rows)}
 
 
 def _add(totals: dict[str, list[float]], name: str, values: tuple[float | None, ...]) -> None:

@@ -18,7 +18,7 @@ from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metri
 from rollplex.runtime.step_metrics import completion_metrics, token_counts
 from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.tasks.rewards import TrainerState
-from rollplex.train.advantage import Advantages, compute_advantages, estimator_of, reward_metrics
+from rollplex.train.advantage import Advantages, compute_advantages, estimator_of, has_spread, reward_metrics
 from rollplex.train.kl import KlEstimator, token_kl
 from rollplex.train.optimizer import PolicyOptimizer
 from rollplex.train.prefix_book import PrefixBook
@@ -120,15 +120,15 @@ class Learner:
         kept = self._sample(next_slots(wanted), book, state, watch)
         if not dynamic:
             return kept, book, {}
-        spare = [item for item in kept if not _differs(item)]
-        kept = [item for item in kept if _differs(item)]
+        spare = [item for item in kept if not has_spread(item.scores.rewards)]
+        kept = [item for item in kept if has_spread(item.scores.rewards)]
         sampled, rounds = wanted, 0
         while len(kept) < wanted and rounds < self.config.algorithm.dynamic_sampling_max_rounds:
             rounds += 1
             fresh = self._sample(next_slots(wanted - len(kept)), book, state, watch)
             sampled += len(fresh)
-            spare += [item for item in fresh if not _differs(item)]
-            kept += [item for item in fresh if _differs(item)]
+            spare += [item for item in fresh if not has_spread(item.scores.rewards)]
+            kept += [item for item in fresh if has_spread(item.scores.rewards)]
         extra = {"dynamic_sampling/accept_rate": len(kept) / sampled, "dynamic_sampling/rounds": float(rounds)}
         return self._exhausted(kept, spare, wanted), book, extra
 
@@ -196,8 +196,3 @@ def _kl_sums(frozen: FrozenLogps, rollout_id: int, estimator: KlEstimator) -> li
     assert frozen.old is not None and frozen.ref is not None  # the caller checked
     pairs = zip(frozen.old[rollout_id], frozen.ref[rollout_id], strict=True)
     return [float(token_kl(old_R, ref_R, estimator).sum()) for old_R, ref_R in pairs]
-
-
-def _differs(item: RawGroup) -> bool:
-    present = [reward for reward in item.scores.rewards if reward is not None]
-    return len(set(present)) > 1

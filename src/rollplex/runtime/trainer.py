@@ -76,7 +76,7 @@ class Trainer:
         if self.resumed_from is not None:
             position, next_rollout_id = self._restore(self.resumed_from)
         self.rewards = RewardRunner(config.rewards, self.session.task.reward_funcs)
-        self.collector = Collector(self.session.tokenizer, self.rewards, config.rewards.timeout_s)
+        self.collector = Collector(self.session.tokenizer, self.rewards)
         self.learner = Learner(
             policy,
             self.optimizer,
