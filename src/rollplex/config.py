@@ -54,6 +54,9 @@ class BuildConfig(Section):
     )
     vision_depth: int = Field(2, ge=1, description="Blocks of the vision tower.")
     vision_hidden_size: int = Field(32, ge=16, description="Hidden size of the vision tower.")
+    vision_intermediate_size: int | None = Field(
+        None, ge=1, description="MLP width of the vision tower; absent: twice its hidden size."
+    )
     tie_word_embeddings: bool = Field(False, description="Share the embedding and the output head.")
 
 
@@ -204,7 +207,9 @@ class TrainConfig(Section):
         "again. All exact.",
     )
     micro_batch_tokens: int = Field(
-        8192, ge=1, description="Token budget of one forward/backward; a single longer sequence still runs alone."
+        2048,
+        ge=1,
+        description="Token budget of one forward/backward; a single longer sequence still runs alone. More on a GPU.",
     )
     max_steps: int = Field(100, ge=0, description="Rollouts to train on.")
     learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate of AdamW.")
