@@ -13,7 +13,8 @@ from PIL import Image
 
 from rollplex.config import BuildConfig
 from rollplex.errors import ModelError
-from rollplex.models.build import _mrope_section, build_model, build_processor, check_build
+from rollplex.models.build import _mrope_section, build_model, build_processor
+from rollplex.models.shapes import check_build
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 TEXTS = ["How many red circles are in the image?", "I count 3 of them. The answer is 3."] * 3

@@ -27,6 +27,7 @@ from transformers import (
 
 from rollplex.config import BuildConfig
 from rollplex.errors import ModelError
+from rollplex.models.shapes import TextShape, VisionShape, patch_size, shape_from_build
 
 # Order and names of the Qwen2/Qwen3 tokenizers; the pad and the end of a turn are the same there.
 SPECIAL_TOKENS = (
@@ -65,10 +66,8 @@ _WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 _MERGE_SIZE = 2
 _MAX_POSITIONS = 32768
-_QWEN3_POSITION_GRID = 16  # learned positions per side of the Qwen3-VL tower, resampled to each image's grid
 
 
 def build_processor(
@@ -85,10 +84,8 @@ def build_processor(
     and can spell any text. `min_pixels` and `max_pixels` bound the area of an image; absent: 4 and 256 visual tokens.
     Raises ModelError for an unknown family.
     """
-    if family not in _PATCH_SIZE:
-        raise ModelError(f"model.build.family is {family!r}; families that can be built: {', '.join(_PATCH_SIZE)}")
+    token_area = (patch_size(family) * _MERGE_SIZE) ** 2
     tokenizer = _train_tokenizer(tokenizer_texts, vocab_size)
-    token_area = (_PATCH_SIZE[family] * _MERGE_SIZE) ** 2
     size = {"shortest_edge": min_pixels or 4 * token_area, "longest_edge": max_pixels or 256 * token_area}
     if family == "qwen2_5_vl":
         return Qwen2_5_VLProcessor(
@@ -122,9 +119,10 @@ def build_model(
     `initializer_range` is the standard deviation of all matrices; absent: half of 1/sqrt(width), which is the usual
     0.02 at width 625. Raises ModelError for sizes that do not fit together.
     """
-    check_build(config)
     tokenizer = processor.tokenizer
-    text, vision = _text_config(config, tokenizer), _vision_config(config)
+    shape = shape_from_build(config, len(tokenizer))
+    text = _text_config(shape.text, config.family, tokenizer.eos_token_id)
+    vision = _vision_config(shape.vision, config.family)
     if initializer_range is not None:
         text["initializer_range"] = vision["initializer_range"] = initializer_range
     ids = {
@@ -166,28 +164,6 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
         config.dtype = dtype
 
 
-def check_build(config: BuildConfig) -> None:
-    """Raises ModelError, naming the option, for sizes that do not fit together."""
-    where = "model.build."
-    if config.family not in _PATCH_SIZE:
-        raise ModelError(f"{where}family is {config.family!r}; families that can be built: {', '.join(_PATCH_SIZE)}")
-    if config.hidden_size % config.num_heads:
-        raise ModelError(f"{where}hidden_size {config.hidden_size} is not a multiple of num_heads {config.num_heads}")
-    if config.num_heads % config.num_kv_heads:
-        raise ModelError(f"{where}num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
-    head_dim = config.hidden_size // config.num_heads
-    if head_dim % 2 or head_dim < 8:
-        raise ModelError(
-            f"{where}hidden_size / num_heads is {head_dim}; rotary positions on three axes need an even head size of "
-            "at least 8"
-        )
-    if config.vision_hidden_size % 4:
-        raise ModelError(
-            f"{where}vision_hidden_size {config.vision_hidden_size} is not a multiple of 4, which rotary positions on "
-            "two axes need"
-        )
-
-
 def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + len(SPECIAL_TOKENS):
@@ -220,28 +196,27 @@ def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     )
 
 
-def _text_config(config: BuildConfig, tokenizer: Any) -> dict[str, Any]:
-    head_dim = config.hidden_size // config.num_heads
+def _text_config(shape: TextShape, family: str, eos_token_id: int) -> dict[str, Any]:
     text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size or 2 * config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
         "max_position_embeddings": _MAX_POSITIONS,
-        "initializer_range": _initializer_range(config.hidden_size),
-        "eos_token_id": tokenizer.eos_token_id,
+        "initializer_range": _initializer_range(shape.hidden_size),
+        "eos_token_id": eos_token_id,
         # As in the published models: with a pad id the embedding would give that row no gradient.
         "pad_token_id": None,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e6,
-            "mrope_section": _mrope_section(config.family, head_dim),
+            "mrope_section": _mrope_section(family, shape.head_dim),
         },
     }
-    if config.family == "qwen3_vl":
-        text["head_dim"] = head_dim
+    if family == "qwen3_vl":
+        text["head_dim"] = shape.head_dim
         text["rope_parameters"]["mrope_interleaved"] = True
     else:
         text["bos_token_id"] = None
@@ -256,32 +231,25 @@ def _mrope_section(family: str, head_dim: int) -> list[int]:
     return [pairs - 2 * spatial, spatial, spatial]
 
 
-def _vision_config(config: BuildConfig) -> dict[str, Any]:
-    width, depth = config.vision_hidden_size, config.vision_depth
+def _vision_config(shape: VisionShape, family: str) -> dict[str, Any]:
     vision: dict[str, Any] = {
-        "depth": depth,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_heads": _vision_heads(width),
-        "patch_size": _PATCH_SIZE[config.family],
-        "spatial_merge_size": _MERGE_SIZE,
-        "temporal_patch_size": 2,
-        "out_hidden_size": config.hidden_size,
-        "initializer_range": _initializer_range(width),
+        "depth": shape.depth,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_heads": shape.num_heads,
+        "patch_size": shape.patch_size,
+        "spatial_merge_size": shape.spatial_merge_size,
+        "temporal_patch_size": shape.temporal_patch_size,
+        "in_channels": shape.in_channels,
+        "out_hidden_size": shape.out_hidden_size,
+        "initializer_range": _initializer_range(shape.hidden_size),
     }
-    if config.family == "qwen3_vl":
-        levels = max(1, min(3, depth // 2, config.num_layers))
-        vision["num_position_embeddings"] = _QWEN3_POSITION_GRID**2
-        vision["deepstack_visual_indexes"] = [level * depth // levels for level in range(levels)]
+    if family == "qwen3_vl":
+        vision["num_position_embeddings"] = shape.num_position_embeddings
+        vision["deepstack_visual_indexes"] = list(shape.deepstack_layers)
     else:
-        vision |= {"window_size": 112, "fullatt_block_indexes": [depth - 1], "tokens_per_second": 2}
+        vision |= {"window_size": 112, "fullatt_block_indexes": [shape.depth - 1], "tokens_per_second": 2}
     return vision
-
-
-def _vision_heads(width: int) -> int:
-    """Most heads of size 32 or more (16 at least, for narrow towers) whose size is a multiple of 4."""
-    most = max(2, width // 32)
-    return next(heads for heads in range(most, 0, -1) if width % (4 * heads) == 0)
 
 
 def _initializer_range(width: int) -> float:
