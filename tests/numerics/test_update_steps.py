@@ -74,8 +74,12 @@ def test_several_steps_per_rollout_equal_the_textbook(family, steps, share_prefi
         torch.testing.assert_close(got, expected, rtol=0, atol=WEIGHT_BOUND, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_groups_that_teach_nothing_still_move_adams_moments():
-    """Rollout 1 teaches on an image; in rollout 2 only the text group has an advantage, the image group's is 0."""
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_groups_that_teach_nothing_still_move_adams_moments(share_prefix):
+    """Rollout 1 teaches on an image; in rollout 2 only the text group has an advantage, the image group's is 0.
+
+    A budget of one token keeps the two apart, so that nothing passes back through the image.
+    """
     rig = tiny_rig("qwen2_5_vl", num_layers=2)
     names = ("image", "text")
     first = groups_of(rig.specs(names), names, [[3, 2], [4, 1]], rig.plain_vocab)
@@ -83,7 +87,7 @@ def test_groups_that_teach_nothing_still_move_adams_moments():
     flat[0] = type(flat[0])(flat[0].group, (1.0, 1.0), {}, (0.0, 0.0))
     model, policy = copy.deepcopy(rig.policy.model), Policy(copy.deepcopy(rig.policy.model))
     numbers = {"learning_rate": RATE, "weight_decay": 0.1}
-    config = config_of(train=numbers)
+    config = config_of(train=numbers | {"micro_batch_tokens": 1, "share_prefix": share_prefix})
     state, optimizer = AdamState(), RecordingOptimizer(policy.model, config.train, 2)
     with full_float64():
         for scored in (first, flat):
