@@ -128,7 +128,9 @@ def verify(
             typer.echo(json.dumps(facts))
         else:
             for name, value in facts.items():
-                typer.echo(f"{name:22} {value:.3g}" if isinstance(value, float) else f"{name:22} {value}")
+                lines = [str(row) for row in value] if name == "rows" else [value]
+                for line in lines:
+                    typer.echo(f"{name:25} {line:.3g}" if isinstance(line, float) else f"{name:25} {line}")
             typer.echo("exact within the bounds" if report.passed else "NOT within the bounds")
         if not report.passed:
             raise typer.Exit(EXIT_FAILED)

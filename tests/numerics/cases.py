@@ -59,7 +59,10 @@ EXAMPLES: dict[str, Example] = {
     "text_then_images": _example(5, SHORT, ASK, IMAGE, IMAGE, images=[picture(96, 64, 4), picture(64, 64, 5)]),
     "video_image": _example(6, VIDEO, SHORT, IMAGE, images=[picture(100, 60, 6)], videos=[clip(4, (64, 96), 1.0, 7)]),
     "image_video_image": _example(
-        7, IMAGE, VIDEO, SHORT, IMAGE, images=[picture(64, 64, 8), picture(70, 120, 9)], videos=[clip(3, (64, 64), 2.0, 10)]
+        7,
+        *(IMAGE, VIDEO, SHORT, IMAGE),
+        images=[picture(64, 64, 8), picture(70, 120, 9)],
+        videos=[clip(3, (64, 64), 2.0, 10)],
     ),
     "two_videos": _example(8, VIDEO, VIDEO, SHORT, videos=[clip(2, (64, 64), 2.0, 11), clip(6, (96, 64), 4.0, 12)]),
     "odd_image": _example(9, IMAGE, ASK, images=[picture(333, 61, 13)]),
@@ -194,6 +197,7 @@ def product_update(
     scored: Sequence[ScoredGroup],
     config: Config,
     mode: Activations = "graph",
+    *,
     reference: Reference | None = None,
     optimizer: RecordingOptimizer | None = None,
 ) -> list[dict[str, torch.Tensor]]:

@@ -71,11 +71,15 @@ def loss_gradient(
     model: Any,
     groups: Sequence[OracleGroup],
     settings: Settings,
+    *,
     old: Sequence[Sequence[torch.Tensor]],
     ref: Sequence[Sequence[torch.Tensor]] | None,
     tokens_per_step: float,
 ) -> dict[str, torch.Tensor]:
-    """Gradient of sum over tokens of -min(r A, clip(r) A) + beta (exp(d) - d - 1), d = ref - logp, over tokens_per_step."""
+    """Gradient of the sum over tokens of -min(r A, clip(r) A) + beta (exp(d) - d - 1), divided by tokens_per_step.
+
+    d = ref - logp, r = exp(logp - old).
+    """
     total: dict[str, torch.Tensor] = {}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for number, group in enumerate(groups):
@@ -132,12 +136,13 @@ def rollout_update(
 ) -> list[dict[str, torch.Tensor]]:
     """All optimizer steps of one rollout, in place; the gradient (before clipping) of each."""
     old = [all_logps(model, groups, settings.temperature) for groups in minibatches]
-    ref = [all_logps(reference, groups, settings.temperature) if reference is not None else None for groups in minibatches]
+    ref = [None if reference is None else all_logps(reference, g, settings.temperature) for g in minibatches]
     tokens = sum(len(r) for groups in minibatches for g in groups for r in g.responses)
     steps = []
     for _ in range(epochs):
         for groups, old_part, ref_part in zip(minibatches, old, ref, strict=True):
-            grads = loss_gradient(model, groups, settings, old_part, ref_part, tokens / len(minibatches))
+            scale = tokens / len(minibatches)
+            grads = loss_gradient(model, groups, settings, old=old_part, ref=ref_part, tokens_per_step=scale)
             clip_and_adamw(model, grads, state, settings)
             steps.append(grads)
     return steps

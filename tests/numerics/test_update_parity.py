@@ -86,7 +86,7 @@ def test_update_equals_the_textbook_step(family, mix, num_generations, mode):
     policy = Policy(copy.deepcopy(case.rig.policy.model))
     config = config_of(train={"learning_rate": RATE}, algorithm=LOSS)
     with full_float64():
-        grads = product_update(policy, case.scored, config, mode, Reference(Policy(case.reference)))[0]
+        grads = product_update(policy, case.scored, config, mode, reference=Reference(Policy(case.reference)))[0]
     assert relative_error(grads, case.grads) < GRAD_BOUND
     after = dict(case.model_after.named_parameters())
     for name, parameter in policy.model.named_parameters():
@@ -120,7 +120,7 @@ def test_full_sequence_path_equals_the_textbook_step(family, mix):
     policy = Policy(copy.deepcopy(case.rig.policy.model))
     config = config_of(train={"learning_rate": RATE, "share_prefix": False}, algorithm=LOSS)
     with full_float64():
-        grads = product_update(policy, case.scored, config, "graph", Reference(Policy(case.reference)))[0]
+        grads = product_update(policy, case.scored, config, reference=Reference(Policy(case.reference)))[0]
     assert relative_error(grads, case.grads) < GRAD_BOUND
 
 

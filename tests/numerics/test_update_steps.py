@@ -67,9 +67,9 @@ def test_several_steps_per_rollout_equal_the_textbook(family, steps, share_prefi
             reference=reference,
         )
         config = config_of(train=numbers | {"share_prefix": share_prefix}, algorithm=algorithm)
-        found = product_update(policy, scored, config, "graph", Reference(Policy(reference)))
+        found = product_update(policy, scored, config, reference=Reference(Policy(reference)))
     assert len(found) == len(wanted) == cut * algorithm["num_iterations"]
-    assert [relative_error(a, b) for a, b in zip(found, wanted, strict=True)] == pytest.approx([0] * len(wanted), abs=GRAD_BOUND)
+    assert max(relative_error(a, b) for a, b in zip(found, wanted, strict=True)) < GRAD_BOUND
     for (name, got), expected in zip(policy.model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=WEIGHT_BOUND, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -163,7 +163,11 @@ def _whole(family: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(labels=st.lists(st.integers(0, 4), min_size=13, max_size=13), order=st.permutations(range(13)), mode=st.sampled_from(MODES))
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=13, max_size=13),
+    order=st.permutations(range(13)),
+    mode=st.sampled_from(MODES),
+)
 def test_any_partition_into_micro_batches_gives_the_same_gradient(family, labels, order, mode):
     """Micro-batches may hold any responses of any prompts of a pack, in any order."""
     with full_float64():

@@ -7,9 +7,11 @@ never change a random number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollplex.config import Config
 from rollplex.types import PromptSpec, Response
 
 
@@ -28,6 +30,25 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = ()
     greedy: bool = False  # argmax instead of sampling (evaluation)
     seed: int = 0
+
+    @classmethod
+    def from_config(
+        cls, config: Config, *, stop_token_ids: Sequence[int], banned_token_ids: Sequence[int]
+    ) -> SamplingParams:
+        """How a recipe samples, with the ids that its model stops at and must never sample."""
+        rollout = config.rollout
+        return cls(
+            num_generations=rollout.num_generations,
+            max_tokens=rollout.max_completion_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p or 0.0,
+            repetition_penalty=rollout.repetition_penalty,
+            stop_token_ids=tuple(stop_token_ids),
+            banned_token_ids=tuple(banned_token_ids),
+            seed=config.run.seed,
+        )
 
 
 @dataclass(frozen=True, slots=True)

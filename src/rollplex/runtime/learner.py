@@ -58,18 +58,8 @@ class Learner:
     ):
         self.policy, self.optimizer, self.collector, self.config = policy, optimizer, collector, config
         self.updater = Updater(policy, optimizer, reference, config)
-        rollout = config.rollout
-        self.params = SamplingParams(
-            num_generations=rollout.num_generations,
-            max_tokens=rollout.max_completion_length,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p or 0.0,
-            repetition_penalty=rollout.repetition_penalty,
-            stop_token_ids=tuple(stop_token_ids),
-            banned_token_ids=policy.adapter.vision_token_ids,
-            seed=config.run.seed,
+        self.params = SamplingParams.from_config(
+            config, stop_token_ids=stop_token_ids, banned_token_ids=policy.adapter.vision_token_ids
         )
 
     def step(self, next_slots: NextSlots, state: TrainerState) -> StepOutcome:
