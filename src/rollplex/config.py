@@ -6,27 +6,12 @@ Nothing in here imports torch: `rollplex --help` stays fast.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
-SWITCH_WORDS = {"on": True, "yes": True, "off": False, "no": False}
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, and no type is turned into another ("5", 5.0 and true are
-    not the whole number 5). Only a list serves as a tuple, and on/off as a switch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _from_yaml(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, list):
-            return tuple(value)
-        if isinstance(value, str) and cls.model_fields[str(info.field_name)].annotation is bool:
-            return SWITCH_WORDS.get(value, value)
-        return value
+from rollplex.config_devices import MemoryConfig
+from rollplex.config_section import Section
 
 
 class LoraConfig(Section):
@@ -224,6 +209,26 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")
 
 
+class SharingConfig(Section):
+    """Tensor-parallel degrees and weight layouts of training and rollout, which share one copy of the weights."""
+
+    train_tp: int = Field(1, ge=1, description="Tensor-parallel degree of training.")
+    rollout_tp: int = Field(
+        1, ge=1, description="Tensor-parallel degree of the rollout; a multiple or a divisor of train_tp."
+    )
+    train_layout: Literal["hf", "megatron", "vllm"] = Field(
+        "hf",
+        description="How training holds its weights: each matrix apart, QKV interleaved per key/value head with gate_up "
+        "fused, or packed [Q; K; V] with gate_up fused.",
+    )
+    rollout_layout: Literal["hf", "megatron", "vllm"] = Field("hf", description="The same for the rollout engine.")
+    vocab_padding: Literal["shared", "hf", "engine"] = Field(
+        "shared",
+        description="Rows of embedding and output head: padded alike on both sides as far as needed, forced to the "
+        "model's own vocabulary, or by each engine's rule (Megatron 128 x TP, vLLM 64).",
+    )
+
+
 class WarmStartConfig(Section):
     """A supervised stage on the task's answers before RL."""
 
@@ -273,6 +278,12 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How responses are sampled.")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantage, loss, KL, correction.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="The update.")
+    sharing: SharingConfig = Field(
+        default_factory=SharingConfig, description="One copy of the weights under two tensor-parallel degrees."
+    )
+    memory: MemoryConfig = Field(
+        default_factory=MemoryConfig, description="What the memory plan of `rollplex plan` assumes and keeps to."
+    )
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="Supervised stage before RL.")
 
     @model_validator(mode="after")

@@ -40,9 +40,10 @@ class Choice:
     held: Mapping[Phase, int]  # bytes on the device while each phase runs; absent: none
     restore_s: float = 0.0  # exposed seconds per step that holding it so costs
     detail: str = ""
+    host_bytes: int = 0  # host memory that it takes
 
     def __post_init__(self) -> None:
-        if self.restore_s < 0 or any(size < 0 for size in self.held.values()):
+        if min(self.restore_s, self.host_bytes) < 0 or any(size < 0 for size in self.held.values()):
             raise ValueError(f"{self.policy}: bytes and seconds must not be negative, found {self}")
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rollplex.config import Config, Section
+from rollplex.config import Config
+from rollplex.config_section import Section
 from rollplex.errors import ConfigError
 from rollplex.recipes.hints import hint_for
 from rollplex.recipes.options import all_options, keys_ending_in, section_type

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from rollplex.config import Config, Section
+from rollplex.config import Config
+from rollplex.config_section import Section
 
 _TYPE_WORDS: dict[Any, str] = {int: "whole number", float: "number", bool: "on | off", str: "text"}
 

@@ -1,0 +1,151 @@
+"""The memory part of `rollplex plan`: what a recipe would hold, naively and as planned, as plain data for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from rollplex.config import Config
+from rollplex.errors import ConfigError
+from rollplex.memory.contract import Hardware, StepShape, step_records
+from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanned
+from rollplex.memory.records import MemoryRecord, Policy, held_in
+from rollplex.memory.timeline import TIMELINES
+from rollplex.models.shapes import ModelShape, shape_from_build, shape_from_hf
+
+GIB = 1 << 30
+_DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_MODES: tuple[Literal["graph", "checkpoint", "recompute"], ...] = ("graph", "checkpoint", "recompute")
+
+
+def memory_section(config: Config) -> dict[str, Any]:
+    """Naive and planned peak, every record with its lifetime and policy, and the bytes of every segment of a step.
+
+    Naive: every object is kept, both weight layouts are copies of their own, the engine never sleeps. `naive_readings`
+    has the same under every combination of three choices that descriptions of such a system seldom state.
+    Raises ConfigError for a recipe that cannot be counted, or when no plan fits under `memory.cap_gib`.
+    """
+    memory, shape = config.memory, step_shape(config)
+    timeline = TIMELINES[memory.schedule]
+    hardware = Hardware(memory.host_link_gb_s * 1e9, memory.device_memory_gb_s * 1e9, memory.device_tflops * 1e12)
+    records = step_records(shape, hardware, timeline)
+    naive = unplanned(records, timeline)
+    plan = naive if memory.cap_gib is None else plan_memory(records, timeline, int(memory.cap_gib * GIB))
+    least = smallest_cap(records, timeline)
+    readings = []
+    for mode, sharded, sequence in itertools.product(_MODES, (True, False), (True, False)):
+        other = dataclasses.replace(shape, activations=mode, shard_optimizer=sharded, sequence_parallel=sequence)
+        peak = unplanned(step_records(other, hardware, timeline), timeline).peak_bytes
+        words = {"prefix_activations": mode, "shard_optimizer": sharded, "sequence_parallel": sequence}
+        readings.append({**words, "naive_gib": _gib(peak)})
+    return {
+        "schedule": timeline.name,
+        "cap_gib": memory.cap_gib,
+        "naive_gib": _gib(naive.peak_bytes),
+        "planned_peak_gib": _gib(plan.peak_bytes),
+        "smallest_cap_gib": _gib(least.cap_bytes),
+        "smallest_cap_binding": list(least.binding),
+        "exposed_s": plan.exposed_s,
+        "host_gib": _gib(sum(choice.host_bytes for choice in plan.choices.values())),
+        "segments": [
+            {"phases": label, "naive_gib": _gib(before), "planned_gib": _gib(after)}
+            for label, before, after in zip(timeline.labels, naive.segment_bytes, plan.segment_bytes, strict=True)
+        ],
+        "records": [_record(record, plan) for record in records],
+        "removed_in_turn": list(_removed_in_turn(plan)),
+        "naive_readings": readings,
+    }
+
+
+def step_shape(config: Config) -> StepShape:
+    """The sizes of a recipe's step. Raises ConfigError, naming the option, for what cannot be counted."""
+    memory, sharing, rollout, train = config.memory, config.sharing, config.rollout, config.train
+    if config.model.lora is not None:
+        raise ConfigError(
+            "the memory plan counts full fine-tuning, found model.lora; set model.lora=null to plan without"
+        )
+    if not train.share_prefix:
+        raise ConfigError("the memory plan counts steps that share prefixes, found train.share_prefix off; needed on")
+    if config.data.max_prompt_tokens is None:
+        raise ConfigError("the memory plan needs data.max_prompt_tokens: how long a prompt, media expanded, may be")
+    for name, degree in (("train_tp", sharing.train_tp), ("rollout_tp", sharing.rollout_tp)):
+        if memory.devices % degree:
+            raise ConfigError(
+                f"memory.devices {memory.devices} is not a multiple of sharing.{name} {degree}; needed whole replicas"
+            )
+    prompt = config.data.max_prompt_tokens
+    return StepShape(
+        model=_model_shape(config),
+        dtype_bytes=_DTYPE_BYTES[config.model.dtype],
+        devices=memory.devices,
+        train_tp=sharing.train_tp,
+        rollout_tp=sharing.rollout_tp,
+        prompts=rollout.prompts_per_step,
+        generations=rollout.num_generations,
+        prompt_tokens=prompt,
+        visual_tokens=round(memory.visual_share * prompt),
+        response_tokens=rollout.max_completion_length,
+        micro_batch_tokens=train.micro_batch_tokens,
+        activations=train.prefix_activations,
+        reference=config.algorithm.beta > 0,
+        vision_trained=not config.model.freeze_vision,
+        # In one process the local engine reads the policy itself.
+        separate_engine=memory.devices > 1,
+        layouts_differ=sharing.train_layout != sharing.rollout_layout,
+        sequence_parallel=memory.sequence_parallel,
+        shard_optimizer=memory.shard_optimizer,
+        stream_chunk_bytes=memory.stream_chunk_mib << 20,
+    )
+
+
+def _model_shape(config: Config) -> ModelShape:
+    model = config.model
+    if model.build is not None:
+        return shape_from_build(model.build)
+    file = Path(str(model.path)) / "config.json"
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the memory plan needs the sizes of model.path {model.path!r}: {file} cannot be read ({error}); name a "
+            "local folder, or give the sizes as model.build"
+        ) from error
+    return shape_from_hf(tree, str(file))
+
+
+def _record(record: MemoryRecord, plan: MemoryPlan) -> dict[str, Any]:
+    choice = plan.choices[record.name]
+    held = held_in(record, choice, plan.timeline)
+    return {
+        "name": record.name,
+        "class": str(record.kind),
+        "bytes": record.nbytes,
+        "gib": _gib(record.nbytes),
+        "formula": record.formula,
+        "producer": str(record.producer),
+        "first_use": str(record.first_use),
+        "last_use": str(record.last_use),
+        "interval": [label for label, size in zip(plan.timeline.labels, held, strict=True) if size],
+        "policy": str(choice.policy),
+        "policy_detail": choice.detail,
+        "planned_gib": _gib(max(held)),
+        "restore_s": choice.restore_s,
+        "allowed": [f"{other.policy}: {other.detail}".rstrip(": ") for other in record.choices],
+    }
+
+
+def _removed_in_turn(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
+    """The peak when one record of the plan is kept after all."""
+    for record in plan.records:
+        choice = plan.choices[record.name]
+        if choice.policy is not Policy.KEEP:
+            peak = plan.replaced(record.name, record.keep).peak_bytes
+            yield {"record": record.name, "policy": str(choice.policy), "peak_gib": _gib(peak)}
+
+
+def _gib(nbytes: int) -> float:
+    return nbytes / GIB
