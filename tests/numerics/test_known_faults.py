@@ -127,8 +127,13 @@ def test_a_stale_prefix_would_be_wrong(mode):
         wanted = rollout_update(copy.deepcopy(policy.model), [oracle], Settings(), AdamState())[0]
         policy.model.zero_grad()
         groups = [GroupTokens(n, tuple(r.token_ids for r in s.group.responses)) for n, s in enumerate(scored)]
-        weights = torch.cat([-torch.full((len(r.token_ids),), a, dtype=torch.float64)
-                             for s in scored for r, a in zip(s.group.responses, s.advantages, strict=True)])
+        weights = torch.cat(
+            [
+                -torch.full((len(r.token_ids),), a, dtype=torch.float64)
+                for s in scored
+                for r, a in zip(s.group.responses, s.advantages, strict=True)
+            ]
+        )
         pack.weight_version = policy.weight_version  # lie about it
         loss = (response_logps(pack, groups, 1.0, with_grad=True).logps * weights).sum() / len(weights)
         loss.backward()

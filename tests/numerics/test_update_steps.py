@@ -63,7 +63,11 @@ def test_several_steps_per_rollout_equal_the_textbook(family, steps, share_prefi
     numbers = {"learning_rate": RATE, "weight_decay": 0.1, "max_grad_norm": 0.5}
     with full_float64():
         wanted = rollout_update(
-            model, minibatches, Settings(beta=0.1, **numbers), AdamState(), epochs=algorithm["num_iterations"],
+            model,
+            minibatches,
+            Settings(beta=0.1, **numbers),
+            AdamState(),
+            epochs=algorithm["num_iterations"],
             reference=reference,
         )
         config = config_of(train=numbers | {"share_prefix": share_prefix}, algorithm=algorithm)
