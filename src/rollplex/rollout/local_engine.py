@@ -8,17 +8,20 @@ so there is nothing to publish after an optimizer step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from rollplex.errors import EngineError, StateError
+from rollplex.models.partial_attention import accumulation_dtype
 from rollplex.models.policy import Policy
+from rollplex.models.prefix import PrefixPack, compute_prefix
 from rollplex.rollout.decode import DecodeModel, PromptCache, SuffixCache
 from rollplex.rollout.engine import Finished, SamplingParams
 from rollplex.rollout.sampling import draw, filtered, keyed_uniforms, penalised
-from rollplex.models.prefix import PrefixPack, compute_prefix
 from rollplex.types import FinishReason, PromptSpec, Response
 
 PrefixSource = Callable[[int, PromptSpec], tuple[PrefixPack, int]]
@@ -73,6 +76,8 @@ class LocalEngine:
 
     def admit(self, rollout_id: int, spec: PromptSpec) -> None:
         """Queue all responses of a prompt. Its prefix is taken (or computed) now."""
+        if not self.busy:
+            self.weight_version = self.policy.weight_version
         pack, number = self.prefix_source(rollout_id, spec)
         pack.check_current()
         prompt = _Prompt(rollout_id, spec, pack, number, self.params.num_generations)
@@ -81,7 +86,12 @@ class LocalEngine:
             self.waiting.append(_Row(rollout_id, index, [], [], draws.tolist(), prompt))
 
     def step(self) -> list[Finished]:
-        """One token for every live response."""
+        """One token for every live response. Raises StateError when the weights changed since they were admitted."""
+        if self.busy and self.policy.weight_version != self.weight_version:
+            raise StateError(
+                f"responses admitted under weights v{self.weight_version} are still being sampled, the policy now has "
+                f"v{self.policy.weight_version}; take an optimizer step only when the engine is not busy"
+            )
         with torch.inference_mode():
             self._fill()
             if not self.rows:
@@ -120,11 +130,11 @@ class LocalEngine:
         self.prompts.assign([row.rollout_id for row in self.rows])
 
     def _sample(self) -> None:
-        """Append one token and its log-prob to every row."""
+        """Append one token and its log-prob to every row. Raises EngineError when a row's logits are not finite."""
         params = self.params
         assert self.logits_BV is not None  # every live row has logits
-        math = torch.float64 if self.logits_BV.dtype == torch.float64 else torch.float32
-        raw_BV = self.logits_BV.to(math)
+        wide = accumulation_dtype(self.logits_BV.dtype)
+        raw_BV = self.logits_BV.to(wide)
         logps_BV = torch.log_softmax(raw_BV / params.temperature, dim=-1)
         if self.seen_BV is not None:
             raw_BV = penalised(raw_BV, self.seen_BV, params.repetition_penalty)
@@ -141,6 +151,12 @@ class LocalEngine:
         chosen_B = logps_BV.gather(1, tokens_B[:, None]).squeeze(1)
         tokens, logps = tokens_B.tolist(), chosen_B.tolist()
         for row, token, logp in zip(self.rows, tokens, logps, strict=True):
+            if not math.isfinite(logp):  # one NaN among the logits is enough
+                raise EngineError(
+                    f"row {row.prompt.spec.row}: the model's logits are not finite at response token "
+                    f"{len(row.tokens) + 1} (weights v{self.weight_version}); go on from an earlier checkpoint with a "
+                    "lower train.learning_rate, or check the model's weights (model.path, model.dtype)"
+                )
             row.tokens.append(token)
             row.logps.append(logp)
 
