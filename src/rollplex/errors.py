@@ -8,6 +8,8 @@
     |-- ModelError       (ValueError)    a model family, weight file, processor or module that cannot be used
     |-- RewardError      (RuntimeError)  a reward function that raised or answered with the wrong shape
     |-- EngineError      (RuntimeError)  a rollout engine that broke its contract
+    |-- TrainingError    (RuntimeError)  an update that must not be made: its gradient is not finite
+    |   `-- SamplingExhausted            too few groups to learn from, with algorithm.dynamic_sampling_exhausted=stop
     |-- StateError       (RuntimeError)  an illegal order of operations (stale prefix, writer beside readers)
     |-- CheckpointError  (RuntimeError)  a checkpoint that cannot be written, is cut short or does not fit
     `-- DeadlineError    (RuntimeError)  a wait that ended at its deadline; names what was waited for
@@ -48,6 +50,14 @@ class RewardError(RollplexError, RuntimeError):
 
 class EngineError(RollplexError, RuntimeError):
     """A rollout engine that broke its contract."""
+
+
+class TrainingError(RollplexError, RuntimeError):
+    """An update that must not be made, such as one whose gradient is not finite. The weights are those before it."""
+
+
+class SamplingExhausted(TrainingError):
+    """Dynamic sampling found too few groups whose rewards differ, and `dynamic_sampling_exhausted` is stop."""
 
 
 class StateError(RollplexError, RuntimeError):

@@ -31,6 +31,7 @@ CASES = {
     "full sequence": {"train": {"share_prefix": False}, "algorithm": {"beta": 0.1, "steps_per_generation": 2}},
     "small budget": {"train": {"micro_batch_tokens": 16}},
     "bfloat16": {"model": {"dtype": "bfloat16"}, "algorithm": {"beta": 0.1}},
+    "bfloat16 after a warm start": {"model": {"dtype": "bfloat16"}, "warm_start": {"steps": 2, "batch_size": 4}},
     "bfloat16, full sequence": {"model": {"dtype": "bfloat16"}, "train": {"share_prefix": False}},
     "float64": {"model": {"dtype": "float64"}},
     "lora": {"model": {"lora": {"r": 4}}, "algorithm": {"beta": 0.1}},

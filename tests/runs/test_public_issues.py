@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rollplex.config import Config
-from rollplex.runtime.learner import SamplingExhausted
+from rollplex.errors import SamplingExhausted
 from rollplex.runtime.trainer import Trainer, train
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollplex.config import Config
-from rollplex.errors import RollplexError
+from rollplex.errors import SamplingExhausted
 from rollplex.models.policy import Policy
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.local_engine import LocalEngine
@@ -28,10 +28,6 @@ from rollplex.types import FinishReason, ScoredGroup
 
 NextSlots = Callable[[int], list[Slot]]
 """Number of prompts -> that many new slots."""
-
-
-class SamplingExhausted(RollplexError, RuntimeError):
-    """Dynamic sampling found too few groups with differing rewards (algorithm.dynamic_sampling_exhausted=stop)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ class Learner:
     def step(self, next_slots: NextSlots, state: TrainerState) -> StepOutcome:
         """One rollout and its optimizer steps. On an error no half-applied gradient is left."""
         watch = Stopwatch()
-        encoded = self.policy.encode_calls
+        encoded = self._encode_calls()
         try:
             raw, book, extra = self._rollout(next_slots, state, watch)
             if not raw:  # nothing to learn from, by dynamic_sampling_exhausted=skip
@@ -92,7 +88,7 @@ class Learner:
             **extra,
             "num_tokens": float(repeated),
             "prefix/unique_tokens_ratio": unique / repeated,
-            "vision/encode_calls": float(self.policy.encode_calls - encoded),
+            "vision/encode_calls": float(self._encode_calls() - encoded),
             "step_time": watch.total(),
             **watch.metrics(),
         }
@@ -107,18 +103,22 @@ class Learner:
         dynamic = self.config.algorithm.dynamic_sampling == "resample"
         budget = 1 if dynamic else self.config.train.micro_batch_tokens  # a dropped prompt must not hold up a pack
         book = PrefixBook(self.policy, budget) if self.config.train.share_prefix else None
-        kept = self._sample(next_slots(wanted), book, state, watch)
+        fresh = self._sample(next_slots, wanted, book, state, watch)
         if not dynamic:
-            return kept, book, {}
-        spare = [item for item in kept if not has_spread(item.scores.rewards)]
-        kept = [item for item in kept if has_spread(item.scores.rewards)]
-        sampled, rounds = wanted, 0
-        while len(kept) < wanted and rounds < self.config.algorithm.dynamic_sampling_max_rounds:
-            rounds += 1
-            fresh = self._sample(next_slots(wanted - len(kept)), book, state, watch)
+            return fresh, book, {}
+        kept: list[RawGroup] = []
+        spare: list[RawGroup] = []
+        sampled = rounds = 0
+        while True:
             sampled += len(fresh)
-            spare += [item for item in fresh if not has_spread(item.scores.rewards)]
             kept += [item for item in fresh if has_spread(item.scores.rewards)]
+            spare = [*spare, *(item for item in fresh if not has_spread(item.scores.rewards))][: wanted - len(kept)]
+            if book is not None:  # the prefixes of groups that nobody will train on
+                book.keep({item.group.rollout_id for item in (*kept, *spare)})
+            if len(kept) == wanted or rounds == self.config.algorithm.dynamic_sampling_max_rounds:
+                break
+            rounds += 1
+            fresh = self._sample(next_slots, wanted - len(kept), book, state, watch)
         extra = {"dynamic_sampling/accept_rate": len(kept) / sampled, "dynamic_sampling/rounds": float(rounds)}
         return self._exhausted(kept, spare, wanted), book, extra
 
@@ -128,15 +128,22 @@ class Learner:
         policy = self.config.algorithm.dynamic_sampling_exhausted
         if policy == "stop":
             raise SamplingExhausted(
-                f"only {len(kept)} of {wanted} groups have differing rewards after "
-                f"algorithm.dynamic_sampling_max_rounds={self.config.algorithm.dynamic_sampling_max_rounds} more rounds; "
+                f"only {len(kept)} of {wanted} groups have differing rewards after algorithm.dynamic_sampling_max_rounds="
+                f"{self.config.algorithm.dynamic_sampling_max_rounds} more rounds; "
                 "raise it, make the task easier or harder, or set algorithm.dynamic_sampling_exhausted to train or skip"
             )
-        return [] if policy == "skip" else kept + spare[: wanted - len(kept)]
+        return [] if policy == "skip" else kept + spare
+
+    def _encode_calls(self) -> int:
+        """Prompts that went through the vision tower so far, the policy's and the reference's."""
+        reference = self.updater.reference
+        return self.policy.encode_calls + (0 if reference is None else reference.policy.encode_calls)
 
     def _sample(
-        self, slots: list[Slot], book: PrefixBook | None, state: TrainerState, watch: Stopwatch
+        self, next_slots: NextSlots, count: int, book: PrefixBook | None, state: TrainerState, watch: Stopwatch
     ) -> list[RawGroup]:
+        with watch.phase("prompts"):
+            slots = next_slots(count)
         if book is not None:
             with watch.phase("prefix"):
                 self._compute_prefixes(slots, book)

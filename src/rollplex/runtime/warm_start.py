@@ -37,13 +37,18 @@ def warm_start(
         weight_decay=0.01,
     )
     optimizer = PolicyOptimizer(policy.model, schedule, stage.steps)
-    for step in range(stage.steps):
-        rows = [next(prompts) for _ in range(stage.batch_size)]
-        answers = [encode(answer_of(example, stage.answer_column)) for example, _ in rows]
-        loss = _step(policy, [spec for _, spec in rows], answers, config)
-        done = optimizer.step()
-        policy.bump()
-        on_step(step + 1, stage.steps, {"loss": loss, "grad_norm": done.grad_norm, "learning_rate": done.learning_rate})
+    try:
+        for step in range(stage.steps):
+            rows = [next(prompts) for _ in range(stage.batch_size)]
+            answers = [encode(answer_of(example, stage.answer_column)) for example, _ in rows]
+            loss = _step(policy, [spec for _, spec in rows], answers, config)
+            done = optimizer.step()
+            policy.bump()
+            on_step(
+                step + 1, stage.steps, {"loss": loss, "grad_norm": done.grad_norm, "learning_rate": done.learning_rate}
+            )
+    finally:
+        optimizer.close()  # RL has an optimizer of its own
 
 
 def answer_of(example: Example, column: str) -> str:
@@ -61,8 +66,9 @@ def _step(policy: Policy, specs: Sequence[PromptSpec], answers: Sequence[list[in
     """Mean negative log-likelihood per answer token; gradients are left in the parameters."""
     num_tokens = sum(len(answer) for answer in answers)
     total = 0.0
-    for members in pack_by_tokens([s.num_tokens + len(a) for s, a in zip(specs, answers, strict=True)],
-                                  config.train.micro_batch_tokens):
+    for members in pack_by_tokens(
+        [s.num_tokens + len(a) for s, a in zip(specs, answers, strict=True)], config.train.micro_batch_tokens
+    ):
         book = PrefixBook(policy, config.train.micro_batch_tokens)
         book.compute({m: specs[m] for m in members}, config.train.prefix_activations)
         for use in book.uses(members):

@@ -1,4 +1,4 @@
-"""AdamW on the trainable parameters, with fp32 masters under 16-bit weights, clipping and the learning-rate schedule."""
+"""AdamW on the trainable parameters, with fp32 masters under 16-bit weights, clipping and a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from rollplex.config import TrainConfig
-from rollplex.errors import CheckpointError
+from rollplex.errors import CheckpointError, TrainingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,22 @@ def learning_rate_at(step: int, total_steps: int, config: TrainConfig) -> float:
 
 
 class PolicyOptimizer:
-    """Owns the gradients between micro-batches: 16-bit weights accumulate theirs in the fp32 masters."""
+    """Owns the gradients between micro-batches: 16-bit weights accumulate theirs in the fp32 masters.
+
+    One at a time for a model: `close` gives 16-bit weights their gradients back.
+    """
 
     def __init__(self, model: nn.Module, config: TrainConfig, total_steps: int):
         self.config, self.total_steps, self.num_steps = config, total_steps, 0
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters: dict[str, torch.Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
         for name, weight in self.weights.items():
             if weight.dtype in (torch.float32, torch.float64):
                 self.masters[name] = weight
             else:
                 self.masters[name] = weight.detach().float()
-                weight.register_post_accumulate_grad_hook(self._accumulate(name))
+                self._hooks.append(weight.register_post_accumulate_grad_hook(self._accumulate(name)))
         decayed = [self.masters[name] for name, weight in self.weights.items() if weight.ndim >= 2]
         plain = [self.masters[name] for name, weight in self.weights.items() if weight.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -80,11 +85,21 @@ class PolicyOptimizer:
                 master.grad = torch.zeros_like(master)
 
     def step(self) -> OptimizerStep:
-        """Clip, update, write 16-bit weights from their masters, drop the gradients."""
+        """Clip, update, write 16-bit weights from their masters, drop the gradients.
+
+        Raises TrainingError, with all weights as they were, when the gradient is not finite.
+        """
         rate = learning_rate_at(self.num_steps, self.total_steps, self.config)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.config.max_grad_norm)
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.config.max_grad_norm))
+        if not math.isfinite(norm):
+            self.drop_gradients()
+            raise TrainingError(
+                f"the gradient norm of optimizer step {self.num_steps + 1} is {norm}, needed a finite one; the weights "
+                "were not changed. Lower train.learning_rate (in the warm start: warm_start.learning_rate) and go on from "
+                "an earlier checkpoint, or use model.dtype=float32"
+            )
         self.adamw.step()
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -92,13 +107,19 @@ class PolicyOptimizer:
                     weight.copy_(self.masters[name])
         self.drop_gradients()
         self.num_steps += 1
-        return OptimizerStep(float(norm), rate)
+        return OptimizerStep(norm, rate)
 
     def drop_gradients(self) -> None:
         """Forget all accumulated gradients."""
         self.adamw.zero_grad(set_to_none=True)
         for weight in self.weights.values():
             weight.grad = None
+
+    def close(self) -> None:
+        """Drop the gradients and let go of the weights; no step can follow."""
+        self.drop_gradients()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def named_state(self) -> dict[str, torch.Tensor]:
         """Everything needed to go on bitwise, keyed by '<state>/<parameter name>'."""
@@ -113,7 +134,8 @@ class PolicyOptimizer:
     def load_named_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
         """Inverse of `named_state`. A parameter without state has not had a gradient yet.
 
-        Raises CheckpointError naming tensors that are not in the model or misshapen.
+        Raises CheckpointError, before anything is changed, naming tensors that are not in the model, misshapen, or
+        (fp32 masters of 16-bit weights) missing.
         """
         left_over = sorted({key.split("/", 1)[1] for key in state} - set(self.masters))
         if left_over:
@@ -121,11 +143,19 @@ class PolicyOptimizer:
                 f"optimizer state does not fit this model: not in the model {left_over[:3]}; resume with the model.* "
                 "options of the checkpoint's config.yaml"
             )
+        for name, master in self.masters.items():
+            if master is not self.weights[name] and f"master/{name}" not in state:
+                raise CheckpointError(
+                    f"optimizer state lacks the fp32 master of {name}; resume with the model.dtype of the checkpoint"
+                )
+        for key, value in state.items():
+            kind, name = key.split("/", 1)
+            needed = self.masters[name].shape
+            if kind != "step" and value.shape != needed:
+                raise CheckpointError(f"optimizer state {key} has shape {tuple(value.shape)}, needed {tuple(needed)}")
         for key, value in state.items():
             kind, name = key.split("/", 1)
             master = self.masters[name]
-            if kind != "step" and value.shape != master.shape:
-                raise CheckpointError(f"optimizer state {key} has shape {tuple(value.shape)}, needed {tuple(master.shape)}")
             if kind == "master":
                 master.copy_(value)
             else:
