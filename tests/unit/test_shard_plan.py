@@ -81,7 +81,9 @@ def test_numbers_left_out_are_the_defaults_of_transformers(family: str) -> None:
     family=st.sampled_from(sorted(CLASSES)), layers=st.integers(1, 3), depth=st.integers(1, 5), heads=st.integers(1, 3),
     tied=st.booleans(), wide=st.sampled_from([None, 20]),
 )  # fmt: skip
-def test_plan_of_a_built_model(family: str, layers: int, depth: int, heads: int, tied: bool, wide: int | None) -> None:
+def test_plan_of_a_built_model(
+    *, family: str, layers: int, depth: int, heads: int, tied: bool, wide: int | None
+) -> None:
     build = BuildConfig(
         family=family, hidden_size=32 * heads, num_layers=layers, num_heads=2 * heads, num_kv_heads=heads,
         vision_depth=depth, tie_word_embeddings=tied, vision_intermediate_size=wide, intermediate_size=wide,
@@ -111,6 +113,8 @@ def test_flat_file_of_older_versions() -> None:
     [
         ({"model_type": "llava"}, ("llava", "qwen3_vl", "config.json")),
         ({"model_type": "qwen3_vl", "text_config": {"hidden_size": "big"}}, ("hidden_size", "'big'", "text_config")),
+        ({"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 63}}, ("hidden_size 63", "64 query heads")),
+        ({"model_type": "qwen3_vl", "text_config": {"num_key_value_heads": 5}}, ("32 query heads", "5 key/value")),
         ({"model_type": "qwen3_vl", "vision_config": {"depth": 0}}, ("depth", "0", "vision_config")),
         ({"model_type": "qwen3_vl", "vision_config": {"deepstack_visual_indexes": 3}}, ("deepstack", "list")),
     ],

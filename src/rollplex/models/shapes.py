@@ -1,15 +1,17 @@
-"""Sizes of a model as plain numbers: from a recipe's `model.build` or from a Hugging Face config.json. Imports no torch.
+"""Sizes of a model as plain numbers, from a recipe's `model.build` or a Hugging Face config.json. Imports no torch.
 
 `models/build.py` makes its models from these numbers, and plans count with them, so the two cannot drift apart.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rollplex.config import BuildConfig
+from rollplex.config import BuildConfig, ModelConfig
 from rollplex.errors import ModelError
 
 
@@ -110,6 +112,26 @@ def patch_size(family: str) -> int:
     return int(_VISION_DEFAULTS[family]["patch_size"])
 
 
+def shape_of(model: ModelConfig) -> ModelShape:
+    """Sizes of a recipe's model, weights left aside: of `model.build`, or from the config.json in `model.path`.
+
+    Raises ModelError when that folder has none that can be read.
+    """
+    if model.build is not None:
+        return shape_from_build(model.build)
+    file = Path(str(model.path)) / "config.json"
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the sizes of model.path {model.path!r} are not known: {file} cannot be read ({error}); name a folder on "
+            "this machine, or give the sizes as model.build (model.path=null)"
+        ) from error
+    if not isinstance(tree, dict):
+        raise ModelError(f"{file} holds no mapping (model.path)")
+    return shape_from_hf(tree, str(file))
+
+
 def shape_from_build(build: BuildConfig, vocab_size: int | None = None) -> ModelShape:
     """Sizes of the model that `model.build` makes; `vocab_size` is the tokenizer's (absent: the most it may have).
 
@@ -152,23 +174,29 @@ def shape_from_hf(config: Mapping[str, Any], source: str) -> ModelShape:
     """Sizes from the tree of a config.json; `source` names it in errors.
 
     A number that is left out is the default of the family's configuration class, as in transformers. Older Qwen2.5-VL
-    files hold the language model's numbers at the top. Raises ModelError for an unknown family or a number that is none.
+    files hold the language model's numbers at the top. Raises ModelError for an unknown family or what is no number.
     """
     family = str(config.get("model_type"))
     _check_family(family, f"model_type of {source}")
     text = _numbers(config.get("text_config") or config, _TEXT_DEFAULTS[family], f"{source} text_config")
     vision = _numbers(config.get("vision_config") or {}, _VISION_DEFAULTS[family], f"{source} vision_config")
+    hidden, heads, kv_heads = (text[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if heads % kv_heads or ("head_dim" not in text and hidden % heads):
+        raise ModelError(
+            f"{source} text_config has hidden_size {hidden}, {heads} query heads and {kv_heads} key/value heads; "
+            "needed whole heads, and as many query heads for each key/value head"
+        )
     # Files written before transformers 5 may have the switch in text_config only.
     inner = (config.get("text_config") or {}).get("tie_word_embeddings", False)
     return ModelShape(
         family=family,
         text=TextShape(
-            hidden_size=text["hidden_size"],
+            hidden_size=hidden,
             intermediate_size=text["intermediate_size"],
             num_layers=text["num_hidden_layers"],
-            num_heads=text["num_attention_heads"],
-            num_kv_heads=text["num_key_value_heads"],
-            head_dim=text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=text.get("head_dim", hidden // heads),
             vocab_size=text["vocab_size"],
         ),
         vision=VisionShape(

@@ -39,7 +39,8 @@ PEER_NAMES: dict[str, str] = {
     "max_tokens": "rollout.max_completion_length",
     "max_model_len": "data.max_prompt_tokens and rollout.max_completion_length",
     "gpu_memory_utilization": "there is none: the local engine shares the process; rollout.max_decode_rows bounds it",
-    "tensor_model_parallel_size": "there is none: this runs in one process",
+    "tensor_model_parallel_size": "sharing.train_tp and sharing.rollout_tp, which `rollplex plan` reads; training "
+    "itself runs in one process",
     "clip_ratio": "algorithm.epsilon",
     "clip_ratio_low": "algorithm.epsilon",
     "clip_ratio_high": "algorithm.epsilon_high",
