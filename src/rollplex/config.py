@@ -192,7 +192,7 @@ class TrainConfig(Section):
         "again. All exact.",
     )
     micro_batch_tokens: int = Field(
-        2048,
+        4096,
         ge=1,
         description="Token budget of one forward/backward; a single longer sequence still runs alone. More on a GPU.",
     )
