@@ -1,0 +1,28 @@
+"""Schedules by name. A further one is a line here, or 'module:Name' where a name is asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+from rollplex.errors import ConfigError
+from rollplex.schedule.step import Schedule
+
+SCHEDULES: dict[str, str] = {
+    "serial": "rollplex.schedule.serial:Serial",
+    "rollplex": "rollplex.schedule.rollplex:Rollplex",
+    "stream": "rollplex.schedule.stream:Stream",
+}
+
+
+def schedule_named(name: str) -> Schedule:
+    """The schedule of a registered name, or of 'module:Name'. Raises ConfigError for an unknown or unusable one."""
+    module_name, colon, attribute = SCHEDULES.get(name, name).partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(f"schedule {name!r} is unknown; needed one of {', '.join(SCHEDULES)}, or 'module:Name'")
+    try:
+        schedule: Schedule = getattr(importlib.import_module(module_name), attribute)()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"schedule {name!r}: no module named {error.name!r}") from error
+    except AttributeError as error:
+        raise ConfigError(f"schedule {name!r}: module {module_name} has no {attribute!r}") from error
+    return schedule

@@ -1,0 +1,112 @@
+"""One decision of a schedule: launches offered one by one, each taken only if it may start and the step still ends.
+
+Memory cannot deadlock a step. A launch is taken only while the rest of the step, run one task after another in the
+schedule's own order once all running tasks have ended, stays under the cap. So whenever nothing runs, the next task of
+that order may start, and what is hoisted never takes the room that something else must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollplex.errors import ConfigError
+from rollplex.schedule.spec import PREFIXES, Phase, StepSpec, Task
+from rollplex.schedule.step import Lane, Launch, Limits, StepState
+
+_REFERENCE = (Phase.REF_PREFIX, Phase.REF_RESPONSE)
+_UPDATE = (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)
+_ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.REWARD)
+
+
+def stage_order(spec: StepSpec) -> tuple[Task, ...]:
+    """All tasks, stage after stage: rollout of all groups, then their scoring, then their update; group by group."""
+    stages = (_ROLLOUT, (*PREFIXES, Phase.REF_RESPONSE) if spec.old_logps else _REFERENCE, _UPDATE)
+    ordered = [Task(phase, group) for stage in stages for group in range(spec.num_groups) for phase in stage]
+    return tuple(dict.fromkeys(task for task in [*ordered, *spec.tasks] if task in spec.tasks))
+
+
+def group_order(spec: StepSpec) -> tuple[Task, ...]:
+    """All tasks, group after group, each from its prefill to its prefix backward."""
+    return tuple(spec.tasks)
+
+
+def peak_of_rest(state: StepState, order: Sequence[Task]) -> tuple[int, Task | None]:
+    """Most bytes held at once, and the task at which, when all running tasks end and the rest runs one by one."""
+    done = set(state.done) | {launch.task for launch in state.running}
+    used = sum(life.nbytes for life in state.spec.lifetimes if life.producer in done and not life.users <= done)
+    peak, where = used, None
+    for task in order:
+        if task in done:
+            continue
+        used += state.spec.bytes_started(task)
+        if used > peak:
+            peak, where = used, task
+        done.add(task)
+        used -= sum(life.nbytes for life in state.spec.used_by(task) if life.users <= done)
+    return peak, where
+
+
+def check_memory(name: str, spec: StepSpec, limits: Limits, order: Sequence[Task]) -> None:
+    """Raises ConfigError, with the smallest cap that works, when `order` does not fit even one task at a time."""
+    peak, where = peak_of_rest(StepState(spec, limits), order)
+    if limits.memory_bytes is not None and peak > limits.memory_bytes:
+        raise ConfigError(
+            f"schedule {name!r} needs at least {peak} bytes for {spec.num_groups} groups (reached at {where}), "
+            f"Limits.memory_bytes is {limits.memory_bytes}; give it more, or fewer groups (rollout.prompts_per_step)"
+        )
+
+
+class Turn:
+    """Collects the launches of one `Schedule.ready`; `state` is the state as if they had started."""
+
+    def __init__(self, state: StepState, order: Sequence[Task]):
+        self.state, self.order = state, order
+        self.launches: list[Launch] = []
+
+    def offer(self, task: Task, lane: Lane) -> bool:
+        """Launch `task` in `lane` if it may start now and the rest of the step then still fits."""
+        launch = Launch(task, lane)
+        if self.state.obstacle(launch) is not None:
+            return False
+        after = self.state.launch(launch)
+        cap = self.state.limits.memory_bytes
+        if cap is not None and peak_of_rest(after, self.order)[0] > cap:
+            return False
+        self.state = after
+        self.launches.append(launch)
+        return True
+
+    def offer_pass(self, task: Task) -> bool:
+        """Offer a pass over the model: in the window while groups decode, else alone in the main lane."""
+        if self.state.running_in(Lane.DECODE):
+            return not self.state.running_in(Lane.MAIN) and self.offer(task, Lane.WINDOW)
+        return not self.state.running_in(Lane.WINDOW) and self.offer(task, Lane.MAIN)
+
+    def offer_rewards(self) -> None:
+        """Rewards of complete groups, at once: they run in threads of their own under every schedule."""
+        for task in self.pending(Phase.REWARD):
+            self.offer(task, Lane.REWARD)
+
+    def offer_rollout(self, *, prefill_beside_decode: bool) -> None:
+        """Prefills while one can start, as they are bound by compute; decoding as soon as none can.
+
+        Once groups decode, a further one joins them when its prefill is done.
+        """
+        if prefill_beside_decode or not self.state.running_in(Lane.DECODE):
+            for task in self.pending(Phase.PREFILL):
+                self.offer_pass(task)
+        prefilling = any(launch.task.phase is Phase.PREFILL for launch in self.state.running)
+        if prefilling and not self.state.running_in(Lane.DECODE):
+            return
+        for task in self.pending(Phase.DECODE):
+            self.offer(task, Lane.DECODE)
+
+    def offer_next(self) -> None:
+        """The next passes in exactly this turn's order: sums of gradients then come out the same to the last bit."""
+        for task in self.order:
+            if task.phase is not Phase.REWARD and not self.state.launched(task) and not self.offer_pass(task):
+                return
+
+    def pending(self, *phases: Phase) -> list[Task]:
+        """Tasks of `phases` that were not launched, in this turn's order."""
+        return [task for task in self.order if task.phase in phases and not self.state.launched(task)]
