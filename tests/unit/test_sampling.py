@@ -18,7 +18,6 @@ from transformers import (
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.sampling import draw, filtered, keyed_uniforms, penalised
 
-
 FILTERS = st.fixed_dictionaries(
     {
         "top_k": st.sampled_from([0, 1, 3, 100]),
