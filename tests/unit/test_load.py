@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,26 @@ def test_damaged_folders_are_refused(folder, damage, pattern):
         load_model(ModelConfig(path=str(folder)))
 
 
-def test_a_path_that_is_nothing(tmp_path):
-    with pytest.raises(ModelError, match=r"model\.path .*nowhere.* neither a model folder nor a hub id"):
-        load_model(ModelConfig(path=str(tmp_path / "nowhere")))
+@pytest.mark.parametrize("path", ["{tmp}/nowhere", "./nowhere", "../no/where", "~/nowhere", "nowhere/", "runs/a/model"])
+def test_a_folder_that_does_not_exist_is_never_looked_for_on_the_hub(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    begin = time.monotonic()
+    with pytest.raises(
+        ModelError, match=r"model\.path .*where.* does not exist|model\.path 'runs/a/model' does not exist"
+    ):
+        load_model(ModelConfig(path=path.format(tmp=tmp_path)))
+    assert time.monotonic() - begin < 1.0  # asking the hub without a network takes 20 s
+
+
+def test_a_file_is_no_model_folder(folder):
+    with pytest.raises(ModelError, match=r"config\.json' is a file, needed the folder"):
+        load_model(ModelConfig(path=str(folder / "config.json")))
+
+
+def test_a_hub_id_that_cannot_be_read(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"model\.path 'no-such/model' is neither a model folder nor a hub id"):
+        load_model(ModelConfig(path="no-such/model"))
 
 
 def test_tokenizer_larger_than_the_model(folder):

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from rollplex.config import Config
 from rollplex.errors import CheckpointError, ConfigError
-from rollplex.runtime.completions import contact_sheet
+from rollplex.recipes.load import load_config
+from rollplex.runtime.completions import contact_sheet, prompt_text
 from rollplex.runtime.run_folder import RunFolder, read_metrics
 from rollplex.runtime.trackers import Trackers
 from rollplex.types import Example, FinishReason, Group, PromptSpec, Response, ScoredGroup, StepReport, VideoClip
@@ -41,8 +41,10 @@ def _steps(folder: Path) -> list[int]:
 
 def test_a_new_run_writes_its_configuration_and_each_step_at_once(tmp_path):
     config = _config(tmp_path / "run", seed=4)
+    # A text for YAML 1.1, a number for the YAML 1.2 of recipes.
+    config = config.model_copy(update={"data": config.data.model_copy(update={"split": "1e-6"})})
     folder = RunFolder.open(config)
-    assert Config.model_validate(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == config
+    assert load_config(tmp_path / "run" / "config.yaml") == config
     for step in (1, 2):
         _log(folder, range(step, step + 1))
         assert _steps(tmp_path / "run") == list(range(1, step + 1))  # readable while the run goes on
@@ -240,6 +242,16 @@ def test_completions_for_people(tmp_path, two_groups):
     assert "&lt;/pre&gt;" in text
     assert "plain &amp; simple" in text
     assert text.count("<section>") == 2
+
+
+def test_a_turn_without_content_shows_its_tool_calls():
+    calls = [{"type": "function", "function": {"name": "crop", "arguments": {"x": 1}}}]
+    chat = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": "done"},
+    ]
+    assert prompt_text(Example(0, chat)) == f"user: Look.\nassistant: {json.dumps(calls)}\ntool: done"
 
 
 def test_a_resume_drops_completions_of_later_steps(tmp_path, two_groups):

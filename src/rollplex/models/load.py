@@ -133,6 +133,10 @@ def _load(path: str, dtype: torch.dtype) -> LoadedModel:
             raise ModelError(f"{folder} has no config.json, so it is no model in Hugging Face format (model.path)")
         _check_family(_raw_model_type(folder))
         check_weight_files(folder)
+    elif folder.is_file():
+        raise ModelError(f"model.path {path!r} is a file, needed the folder around it (with config.json)")
+    elif _names_a_folder(path):
+        raise ModelError(f"model.path {path!r} does not exist: no such folder (and no hub id is written so)")
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -153,6 +157,11 @@ def _load(path: str, dtype: torch.dtype) -> LoadedModel:
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise ModelError(f"the processor of {path} does not load: {_first_line(error)} (model.path)") from error
     return LoadedModel(model, processor)
+
+
+def _names_a_folder(path: str) -> bool:
+    """Whether `path` can only be meant as a folder: a hub id is `name` or `owner/name`. Asking the hub takes long."""
+    return path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1 or Path(path).is_absolute()
 
 
 def _raw_model_type(folder: Path) -> str:
@@ -177,7 +186,7 @@ def _check_family(family: str) -> None:
 
 
 def _check_loading(path: str, info: dict[str, Any]) -> None:
-    """transformers initialises missing weights at random and drops unknown ones with a warning; here both are errors."""
+    """transformers initialises missing weights at random and drops unknown ones with a warning; here both raise."""
     problems = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         keys = sorted(str(key) for key in info.get(kind) or ())

@@ -6,7 +6,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def prompt_text(example: Example) -> str:
     """The prompt as a person reads it, media as [image] and [video]."""
     if isinstance(example.prompt, str):
         return example.prompt
-    return "\n".join(f"{message['role']}: {_content_text(message['content'])}" for message in example.prompt)
+    return "\n".join(f"{message['role']}: {_content_text(message)}" for message in example.prompt)
 
 
 def contact_sheet(clip: VideoClip) -> Image.Image:
@@ -78,14 +78,17 @@ def contact_sheet(clip: VideoClip) -> Image.Image:
     return sheet
 
 
-def _content_text(content: Any) -> str:
+def _content_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None:  # a turn that only calls tools
+        return json.dumps(message.get("tool_calls"), default=str)
     if isinstance(content, str):
         return content
     return " ".join(part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in content)
 
 
 def _save_pictures(example: Example, folder: Path) -> Iterator[Path]:
-    """A PNG for each image and video of the row, named by row; rows do not change during a run, so each is written once."""
+    """A PNG for each image and video of the row, named by row: rows do not change, so it is written once."""
     named = [(f"row-{example.index}-image-{i}.png", image) for i, image in enumerate(example.images)]
     for i, clip in enumerate(example.videos):
         named.append((f"row-{example.index}-video-{i}.png", contact_sheet(clip)))

@@ -21,17 +21,18 @@ BATCH_PROMPTS = 64
 
 def evaluate(session: Session, collector: Collector, params: SamplingParams, state: TrainerState) -> dict[str, float]:
     """eval_reward and eval_rewards/<func>/mean over the first run.eval_rows rows of data.eval_split, one greedy
-    response each. Nothing of the training state changes."""
+    response each; eval_rows is how many of them were not dropped. Nothing of the training state changes."""
     config = session.config
     assert config.data.eval_split is not None  # the caller checked
     task = build_task(config.data, config.data.eval_split, config.run.seed)
-    rows = min(config.run.eval_rows, len(task))
+    stop, evaluated = min(config.run.eval_rows, len(task)), 0
     greedy = replace(params, num_generations=1, greedy=True)
     totals: dict[str, list[float]] = {"eval_reward": []}
     order = DataOrder(len(task), config.run.seed, False)
-    with Prefetcher(task.example, session.prompts.build, order, config.data, stop=rows, ahead=BATCH_PROMPTS) as feed:
+    with Prefetcher(task.example, session.prompts.build, order, config.data, stop=stop, ahead=BATCH_PROMPTS) as feed:
         numbered = (Slot(number, example, spec) for number, (example, spec) in enumerate(feed))
         while batch := list(islice(numbered, BATCH_PROMPTS)):
+            evaluated += len(batch)
             book = PrefixBook(session.policy, config.train.micro_batch_tokens)
             book.compute({slot.rollout_id: slot.spec for slot in batch}, "none")
             engine = LocalEngine(
@@ -43,7 +44,7 @@ def evaluate(session: Session, collector: Collector, params: SamplingParams, sta
                 for name, values in item.scores.parts.items():
                     _add(totals, f"eval_rewards/{name}/mean", values)
     metrics = {name: sum(values) / len(values) for name, values in totals.items() if values}
-    return metrics | {"eval_rows": float(rows)}
+    return metrics | {"eval_rows": float(evaluated)}
 
 
 def _add(totals: dict[str, list[float]], name: str, values: tuple[float | None, ...]) -> None:

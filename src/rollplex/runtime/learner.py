@@ -17,14 +17,15 @@ from rollplex.rollout.local_engine import LocalEngine
 from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metrics
 from rollplex.runtime.step_metrics import completion_metrics, token_counts
 from rollplex.runtime.stopwatch import Stopwatch
-from rollplex.tasks.rewards import TrainerState
+from rollplex.tasks.rewards import PendingScores, TrainerState
+from rollplex.trace import Span
 from rollplex.train.advantage import Advantages, compute_advantages, estimator_of, has_spread, reward_metrics
 from rollplex.train.kl import KlEstimator, token_kl
 from rollplex.train.optimizer import PolicyOptimizer
 from rollplex.train.prefix_book import PrefixBook
 from rollplex.train.reference import Reference
 from rollplex.train.update import FrozenLogps, Updater
-from rollplex.types import FinishReason, ScoredGroup
+from rollplex.types import FinishReason, Group, ScoredGroup
 
 NextSlots = Callable[[int], list[Slot]]
 """Number of prompts -> that many new slots."""
@@ -32,11 +33,12 @@ NextSlots = Callable[[int], list[Slot]]
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """A step's metrics and what was sampled in it."""
+    """A step's metrics, what was sampled in it, and what ran when."""
 
     metrics: dict[str, float]
     groups: tuple[ScoredGroup, ...]
     texts: tuple[tuple[str, ...], ...]  # decoded completions, per group
+    spans: tuple[Span, ...]
 
 
 class Learner:
@@ -60,12 +62,12 @@ class Learner:
 
     def step(self, next_slots: NextSlots, state: TrainerState) -> StepOutcome:
         """One rollout and its optimizer steps. On an error no half-applied gradient is left."""
-        watch = Stopwatch()
+        watch = Stopwatch(state.global_step + 1)
         encoded = self._encode_calls()
         try:
             raw, book, extra = self._rollout(next_slots, state, watch)
             if not raw:  # nothing to learn from, by dynamic_sampling_exhausted=skip
-                return StepOutcome(extra | {"step_time": watch.total()} | watch.metrics(), (), ())
+                return StepOutcome(extra | {"step_time": watch.total()} | watch.metrics(), (), (), tuple(watch.spans))
             groups = [item.group for item in raw]
             with watch.phase("score"):
                 frozen = self.updater.frozen_logps(groups, book)
@@ -92,7 +94,7 @@ class Learner:
             "step_time": watch.total(),
             **watch.metrics(),
         }
-        return StepOutcome(metrics, tuple(scored), tuple(item.texts for item in raw))
+        return StepOutcome(metrics, tuple(scored), tuple(item.texts for item in raw), tuple(watch.spans))
 
     def _rollout(
         self, next_slots: NextSlots, state: TrainerState, watch: Stopwatch
@@ -128,9 +130,10 @@ class Learner:
         policy = self.config.algorithm.dynamic_sampling_exhausted
         if policy == "stop":
             raise SamplingExhausted(
-                f"only {len(kept)} of {wanted} groups have differing rewards after algorithm.dynamic_sampling_max_rounds="
-                f"{self.config.algorithm.dynamic_sampling_max_rounds} more rounds; "
-                "raise it, make the task easier or harder, or set algorithm.dynamic_sampling_exhausted to train or skip"
+                f"only {len(kept)} of {wanted} groups have differing rewards after "
+                f"{self.config.algorithm.dynamic_sampling_max_rounds} more rounds; raise "
+                "algorithm.dynamic_sampling_max_rounds, make the task easier or harder, or set "
+                "algorithm.dynamic_sampling_exhausted to train or skip"
             )
         return [] if policy == "skip" else kept + spare
 
@@ -153,12 +156,14 @@ class Learner:
             max_rows=self.config.rollout.max_decode_rows,
             prefix_source=None if book is None else book.source,
         )
-        with watch.phase("decode"):
+        with watch.phase("decode", traced=False) as decode_began_s:
             pending = self.collector.decode(
                 engine, slots, self.params.num_generations, self.policy.weight_version, state
             )
-        with watch.phase("reward"):
-            return self.collector.scored(pending)
+        with watch.phase("reward", traced=False):
+            raw = self.collector.scored(pending)
+        _trace_groups(watch, decode_began_s, pending, raw)
+        return raw
 
     def _compute_prefixes(self, slots: Sequence[Slot], book: PrefixBook) -> None:
         """Prefixes of the first optimizer step are kept for its backward; later steps' would be stale by then."""
@@ -186,6 +191,19 @@ class Learner:
             kl=kl,
             lengths=lengths,
         )
+
+
+def _trace_groups(
+    watch: Stopwatch,
+    decode_began_s: float,
+    pending: Sequence[tuple[Group, tuple[str, ...], PendingScores]],
+    raw: Sequence[RawGroup],
+) -> None:
+    """Spans of each group: decoded until its rewards were submitted, rewarded until the last function's answer."""
+    for (group, _, scores), item in zip(pending, raw, strict=True):
+        complete_s = scores.submitted
+        watch.record("decode", "decode", decode_began_s, complete_s, group=group.rollout_id)
+        watch.record("reward", "reward", complete_s, complete_s + item.scores.seconds, group=group.rollout_id)
 
 
 def _kl_sums(frozen: FrozenLogps, rollout_id: int, estimator: KlEstimator) -> list[float]:

@@ -1,6 +1,7 @@
 """The run folder: effective configuration, one line of metrics per step, sampled completions, a summary.
 
-config.yaml | metrics.jsonl | completions/step-N.{jsonl,html} + pictures/ | summary.json | checkpoint-N/
+config.yaml | metrics.jsonl | completions/step-N.{jsonl,html} + pictures/ | summary.json | checkpoint-N/ |
+trace.json (for Perfetto) + trace.jsonl, of run.trace_steps
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from rollplex.config import Config
 from rollplex.errors import CheckpointError, ConfigError
+from rollplex.recipes.load import dump_config
 from rollplex.runtime import completions
+from rollplex.trace import Span, from_jsonl, to_chrome, to_jsonl
 from rollplex.train.checkpoint_folder import step_of
 from rollplex.types import ScoredGroup, StepReport
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+TRACE, SPANS = "trace.json", "trace.jsonl"
 
 
 class RunFolder:
@@ -33,6 +35,7 @@ class RunFolder:
         self.path = path
         self._metrics: IO[str] | None = None
         self._steps = 0
+        self._spans: list[Span] = []
 
     @classmethod
     def open(cls, config: Config, *, resume_step: int | None = None) -> RunFolder:
@@ -48,7 +51,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder._drop_after(resume_step or 0)
-            _write_atomically(path / CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            _write_atomically(path / CONFIG, dump_config(config))
             folder._metrics = (path / METRICS).open("a", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"cannot write the run folder {path}: {error} (run.output_dir)") from error
@@ -73,11 +76,18 @@ class RunFolder:
         self._steps = report.step
 
     def log_completions(self, step: int, groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]]) -> Path:
-        """Write the step's completions (`texts[g][i]` is response i of group g) with their pictures; returns the page."""
+        """Write the step's completions (`texts[g][i]`: response i of group g) with their pictures; returns the page."""
         try:
             return completions.write_step(self.path / "completions", step, groups, texts)
         except OSError as error:
             raise CheckpointError(f"cannot write completions in {self.path}: {error} (run.output_dir)") from error
+
+    def log_spans(self, spans: Sequence[Span]) -> None:
+        """Add a step's spans to the trace."""
+        try:
+            self._write_spans([*self._spans, *spans])
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path / TRACE}: {error} (run.output_dir)") from error
 
     def finish(self, evaluation: Mapping[str, float] | None = None) -> None:
         """Write the summary and close."""
@@ -97,7 +107,23 @@ class RunFolder:
             self._metrics.close()
             self._metrics = None
 
+    def _write_spans(self, spans: list[Span]) -> None:
+        _write_atomically(self.path / SPANS, to_jsonl(spans))
+        _write_atomically(self.path / TRACE, to_chrome(spans, self.path.name))
+        self._spans = spans
+
+    def _drop_spans_after(self, step: int) -> None:
+        path = self.path / SPANS
+        if not path.is_file():
+            return
+        try:
+            held = from_jsonl(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged ({error}): remove it to go on without the old trace") from error
+        self._write_spans([span for span in held if span.step <= step])
+
     def _drop_after(self, step: int) -> None:
+        self._drop_spans_after(step)
         metrics = self.path / METRICS
         if metrics.is_file():
             kept = [line for line in read_metrics(metrics) if line["step"] <= step]
@@ -127,6 +153,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def refuse_other_run(path: Path, config: Config) -> None:
+    """Raises ConfigError when `path` is a file, or a run that `run.resume_from_checkpoint` does not go on with."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.output_dir {path} is a file, needed a folder")
     held = [name for name in (CONFIG, METRICS) if (path / name).exists()]
@@ -142,8 +169,8 @@ def refuse_other_run(path: Path, config: Config) -> None:
         )
     if wanted != "auto" and Path(wanted).resolve().parent != path.resolve():
         raise ConfigError(
-            f"run.output_dir {path} holds another run than run.resume_from_checkpoint {wanted}; give a new folder, or a "
-            "checkpoint of this one"
+            f"run.output_dir {path} holds another run than run.resume_from_checkpoint {wanted}; give a new folder, or "
+            "a checkpoint of this one"
         )
 
 

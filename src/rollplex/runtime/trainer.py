@@ -72,6 +72,7 @@ class Trainer:
         self.optimizer = PolicyOptimizer(policy.model, config.train, config.train.max_steps * updates)
         self.step = 0
         self.num_tokens = 0.0
+        self.dropped_before = 0  # rows left out before the checkpoint that this run resumed from
         position = next_rollout_id = 0
         if self.resumed_from is not None:
             position, next_rollout_id = self._restore(self.resumed_from)
@@ -98,7 +99,7 @@ class Trainer:
             **outcome.metrics,
             "num_tokens": self.num_tokens,
             "epoch": self.feed.epoch,
-            "data/dropped_rows": float(self.feed.dropped),
+            "data/dropped_rows": float(self.dropped_before + self.feed.dropped),
         }
         return StepReport(self.step, metrics), outcome
 
@@ -132,6 +133,7 @@ class Trainer:
                 "position": self.feed.position,
                 "next_rollout_id": self.feed.next_rollout_id,
                 "num_tokens": self.num_tokens,
+                "dropped_rows": self.dropped_before + self.feed.dropped,
                 "seed": self.config.run.seed,
             },
             config=self.config,
@@ -154,6 +156,7 @@ class Trainer:
         config = self.config
         rewards: list[float] = []
         checkpoint: Path | None = self.resumed_from
+        evaluated: dict[str, float] = {}
         self._tell("on_run_start", config, config.train.max_steps)
         while self.step < config.train.max_steps:
             report, outcome = self.run_step()
@@ -166,9 +169,11 @@ class Trainer:
                 rewards.append(report.metrics["reward"])
             if _due(self.step, config.run.log_completions_steps):
                 folder.log_completions(self.step, outcome.groups, outcome.texts)
+            if self.step in config.run.trace_steps:
+                folder.log_spans(outcome.spans)
             if _due(self.step, config.run.save_steps) or self.step == config.train.max_steps:
                 checkpoint = self.save()
-        evaluation = self._evaluate_if_due(1, 1)
+        evaluation = evaluated or self._evaluate_if_due(1, 1)  # the last step's, where it was due
         result = RunResult(Path(config.run.output_dir), self.step, tuple(rewards), checkpoint, evaluation)
         folder.finish(evaluation)
         return result
@@ -187,10 +192,13 @@ class Trainer:
         try:
             self.step = int(state["step"])
             self.num_tokens = float(state["num_tokens"])
+            self.dropped_before = int(state["dropped_rows"])
             self.session.policy.weight_version = int(state["weight_version"])
             return int(state["position"]), int(state["next_rollout_id"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder}/trainer_state.json lacks or garbles {error} (run.resume_from_checkpoint)") from error
+            raise CheckpointError(
+                f"{folder}/trainer_state.json lacks or garbles {error} (run.resume_from_checkpoint)"
+            ) from error
 
     def _on_warm_start_step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         self._tell("on_warm_start_step", step, total, metrics)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import yaml
 
 from rollplex.config import Config
-from rollplex.errors import CheckpointError
+from rollplex.errors import CheckpointError, ConfigError
 from rollplex.models.lora import is_lora
 from rollplex.models.save import save_pretrained, stored_state, weights_stem
 from rollplex.models.tensor_files import StoredTensor, read_tensors, tensor_file_names, tensor_shapes, write_tensors
+from rollplex.recipes.load import dump_config
+from rollplex.recipes.yaml_text import parse_mapping
 from rollplex.train.checkpoint_folder import atomic_folder, verify_checksums
 from rollplex.train.resume import check_same_run
 
@@ -30,8 +31,8 @@ OPTIMIZER = "optimizer"
 TRAINER_STATE = "trainer_state.json"
 CONFIG = "config.yaml"
 BASE_MODEL = "base_model"
-# Entries of trainer_state.json that this module writes itself.
-_OWN_KEYS = ("format_version", "optimizer_steps", "trained_parameters", "scheduler")
+# Entries of trainer_state.json that this module writes itself. The learning rate follows from optimizer_steps.
+_OWN_KEYS = ("format_version", "optimizer_steps", "trained_parameters")
 _DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -56,7 +57,6 @@ class RestoredState:
     """What `load_checkpoint` hands back besides the tensors that it put in place."""
 
     trainer_state: Mapping[str, Any]  # as it was given to save_checkpoint
-    scheduler_state: Mapping[str, Any]
     optimizer_steps: int
 
 
@@ -67,21 +67,20 @@ def save_checkpoint(
     processor: Any,
     optimizer: StatefulOptimizer,
     trainer_state: Mapping[str, Any],
-    scheduler_state: Mapping[str, Any] | None = None,
     config: Config | None = None,
 ) -> Path:
     """Write a checkpoint at `folder` (`<output_dir>/checkpoint-N`), whole or not at all.
 
-    `trainer_state` and `scheduler_state` are JSON values (step, weight version, data position, seed, ...). A LoRA
-    model that was built rather than loaded gets its base written once, to `base_model` beside the checkpoints, so that
-    the adapter loads with the plain auto classes. Raises CheckpointError when the disk fails or a value is no JSON; the
-    last checkpoint then stays as it was.
+    `trainer_state` holds JSON values (step, weight version, data position, seed, ...). A LoRA model that was built
+    rather than loaded gets its base written once, to `base_model` beside the checkpoints, so that the adapter loads
+    with the plain auto classes. Raises CheckpointError when the disk fails or a value is no JSON; the last checkpoint
+    then stays as it was.
     """
     folder = Path(folder).absolute()
     clash = sorted(set(_OWN_KEYS) & trainer_state.keys())
     if clash:
         raise CheckpointError(f"trainer_state must not have the keys {', '.join(clash)}: they are the checkpoint's own")
-    own = (FORMAT_VERSION, optimizer.num_steps, sorted(optimizer.weights), dict(scheduler_state or {}))
+    own = (FORMAT_VERSION, optimizer.num_steps, sorted(optimizer.weights))
     try:
         text = json.dumps({**dict(zip(_OWN_KEYS, own, strict=True)), **trainer_state}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -94,7 +93,7 @@ def save_checkpoint(
         write_tensors(state, temporary, OPTIMIZER)
         (temporary / TRAINER_STATE).write_text(text + "\n", encoding="utf-8")
         if config is not None:
-            (temporary / CONFIG).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), "utf-8")
+            (temporary / CONFIG).write_text(dump_config(config), encoding="utf-8")
     return folder
 
 
@@ -126,7 +125,7 @@ def load_checkpoint(
         for name, tensor in read_tensors(folder, stem):
             targets[name].copy_(tensor)
     trainer_state = {key: value for key, value in state.items() if key not in _OWN_KEYS}
-    return RestoredState(trainer_state, state["scheduler"], state["optimizer_steps"])
+    return RestoredState(trainer_state, state["optimizer_steps"])
 
 
 def _save_base_once(model: Any, processor: Any, base: Path) -> None:
@@ -148,8 +147,8 @@ def _read_trainer_state(folder: Path) -> dict[str, Any]:
     found = state.get("format_version") if isinstance(state, dict) else None
     if found != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {found}, this version of Rollplex reads {FORMAT_VERSION}; resume with the version "
-            "that wrote it"
+            f"{path} has format_version {found}, this version of Rollplex reads {FORMAT_VERSION}; resume with the "
+            "version that wrote it"
         )
     return dict(state)
 
@@ -157,10 +156,9 @@ def _read_trainer_state(folder: Path) -> dict[str, Any]:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        return parse_mapping(path.read_text(encoding="utf-8"), str(path)).tree
+    except (OSError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be read: {error} (run.resume_from_checkpoint)") from error
-    return dict(tree)
 
 
 def _check_trained(folder: Path, before: set[str], now: set[str]) -> None:
@@ -169,8 +167,8 @@ def _check_trained(folder: Path, before: set[str], now: set[str]) -> None:
     if changed:
         verb = "trained" if changed[0] in before else "did not train"
         raise CheckpointError(
-            f"{folder} is of a run that {verb} {changed[0]} ({len(changed)} parameters differ); set model.freeze_vision "
-            "and model.lora as they were"
+            f"{folder} is of a run that {verb} {changed[0]} ({len(changed)} parameters differ); set "
+            "model.freeze_vision and model.lora as they were"
         )
 
 

@@ -97,8 +97,8 @@ class PolicyOptimizer:
             self.drop_gradients()
             raise TrainingError(
                 f"the gradient norm of optimizer step {self.num_steps + 1} is {norm}, needed a finite one; the weights "
-                "were not changed. Lower train.learning_rate (in the warm start: warm_start.learning_rate) and go on from "
-                "an earlier checkpoint, or use model.dtype=float32"
+                "were not changed. Lower train.learning_rate (in the warm start: warm_start.learning_rate) and go on "
+                "from an earlier checkpoint, or use model.dtype=float32"
             )
         self.adamw.step()
         with torch.no_grad():
