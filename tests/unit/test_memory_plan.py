@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rollplex.errors import ConfigError
 from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import Choice, MemoryRecord, ObjectClass, Policy, peaks
-from rollplex.memory.timeline import ROLLPLEX, SERIAL, STREAM, Phase, Timeline
+from rollplex.memory.timeline import ROLLPLEX, SERIAL, STREAM, Timeline
+from rollplex.schedule.spec import Phase
 
 GIB = 1 << 30
 Records = tuple[MemoryRecord, ...]

@@ -13,8 +13,9 @@ from typing import Literal
 
 from rollplex.memory import model_bytes
 from rollplex.memory.records import Choice, MemoryRecord, ObjectClass, Policy
-from rollplex.memory.timeline import Phase, Timeline
+from rollplex.memory.timeline import Timeline
 from rollplex.models.shapes import ModelShape
+from rollplex.schedule.spec import Phase
 
 # Logits that models/logprobs.py holds at once, in elements (a test keeps the two equal), in fp32.
 MAX_LOGIT_ELEMENTS = 1 << 24

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 
 from rollplex.models.shapes import ModelShape
@@ -32,6 +33,7 @@ class RankParameters:
         return self.text + self.vision
 
 
+@cache
 def rank_parameters(shape: ModelShape, degree: int) -> RankParameters:
     """What one of `degree` ranks holds, parameter by parameter (models/shard_plan.py); vocabulary padding left out.
 

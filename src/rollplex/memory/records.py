@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollplex.memory.timeline import Phase, Timeline
+from rollplex.memory.timeline import Timeline
+from rollplex.schedule.spec import Phase
 
 
 class ObjectClass(StrEnum):

@@ -8,22 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Phase(StrEnum):
-    """What a step consists of (DESIGN.md section 3); the first eight run per group, the last two once."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    REWARD = "reward"
-    REF_PREFIX = "ref_prefix"
-    ACTOR_PREFIX = "actor_prefix"
-    REF_RESPONSE = "ref_response"
-    ACTOR_RESPONSE = "actor_response"
-    PREFIX_BACKWARD = "prefix_backward"
-    OPTIMIZER = "optimizer"
-    PUBLISH = "publish"
+from rollplex.schedule.spec import Phase
 
 
 @dataclass(frozen=True, slots=True)

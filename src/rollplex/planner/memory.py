@@ -1,12 +1,10 @@
-"""The memory part of `rollplex plan`: what a recipe would hold, naively and as planned, as plain data for JSON."""
+"""The memory table of `rollplex plan`: what a step would hold on one device, naive and planned (docs/memory.md)."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from rollplex.config import Config
@@ -15,7 +13,7 @@ from rollplex.memory.contract import Hardware, StepShape, step_records
 from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import MemoryRecord, Policy, held_in
 from rollplex.memory.timeline import TIMELINES
-from rollplex.models.shapes import ModelShape, shape_from_build, shape_from_hf
+from rollplex.models.shapes import shape_of
 
 GIB = 1 << 30
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -27,7 +25,8 @@ def memory_section(config: Config) -> dict[str, Any]:
 
     Naive: every object is kept, both weight layouts are copies of their own, the engine never sleeps. `naive_readings`
     has the same under every combination of three choices that descriptions of such a system seldom state.
-    Raises ConfigError for a recipe that cannot be counted, or when no plan fits under `memory.cap_gib`.
+    Raises ConfigError for a recipe that cannot be counted, or when no plan fits under `memory.cap_gib`, ModelError for
+    a model whose sizes are not known.
     """
     memory, shape = config.memory, step_shape(config)
     timeline = TIMELINES[memory.schedule]
@@ -61,6 +60,29 @@ def memory_section(config: Config) -> dict[str, Any]:
     }
 
 
+def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Peaks, the table of records, and the segments of a step."""
+    cap = "no cap" if facts["cap_gib"] is None else f"cap {facts['cap_gib']:.2f}"
+    yield f"per device, GiB, schedule {facts['schedule']}, {cap}"
+    yield f"{facts['naive_gib']:8.2f}  naive: everything kept, a copy of the weights for each side"
+    price = f"{facts['exposed_s']:.3f} s a step and {facts['host_gib']:.2f} GiB of host memory"
+    yield f"{facts['planned_peak_gib']:8.2f}  planned, at {price}"
+    yield f"{facts['smallest_cap_gib']:8.2f}  smallest cap that works ({', '.join(facts['smallest_cap_binding'])})"
+    yield ""
+    yield f"{'object':<32}{'GiB':>8}{'planned':>9}{'s/step':>8}  {'lives':<35}policy"
+    for record in facts["records"]:
+        lives = f"{record['producer']} .. {record['last_use']}"
+        policy = " ".join(filter(None, (record["policy"], record["policy_detail"] and f"({record['policy_detail']})")))
+        numbers = f"{record['gib']:>8.2f}{record['planned_gib']:>9.2f}{record['restore_s']:>8.3f}"
+        yield f"{record['name']:<32}{numbers}  {lives:<35}{policy}"
+    yield ""
+    yield f"{'naive':>8} {'planned':>8}  while"
+    for segment in facts["segments"]:
+        yield f"{segment['naive_gib']:8.2f} {segment['planned_gib']:8.2f}  {segment['phases']}"
+    for removed in facts["removed_in_turn"]:
+        yield f"without {removed['policy']} of {removed['record']}: {removed['peak_gib']:.2f}"
+
+
 def step_shape(config: Config) -> StepShape:
     """The sizes of a recipe's step. Raises ConfigError, naming the option, for what cannot be counted."""
     memory, sharing, rollout, train = config.memory, config.sharing, config.rollout, config.train
@@ -79,7 +101,7 @@ def step_shape(config: Config) -> StepShape:
             )
     prompt = config.data.max_prompt_tokens
     return StepShape(
-        model=_model_shape(config),
+        model=shape_of(config.model),
         dtype_bytes=_DTYPE_BYTES[config.model.dtype],
         devices=memory.devices,
         train_tp=sharing.train_tp,
@@ -100,21 +122,6 @@ def step_shape(config: Config) -> StepShape:
         shard_optimizer=memory.shard_optimizer,
         stream_chunk_bytes=memory.stream_chunk_mib << 20,
     )
-
-
-def _model_shape(config: Config) -> ModelShape:
-    model = config.model
-    if model.build is not None:
-        return shape_from_build(model.build)
-    file = Path(str(model.path)) / "config.json"
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the memory plan needs the sizes of model.path {model.path!r}: {file} cannot be read ({error}); name a "
-            "local folder, or give the sizes as model.build"
-        ) from error
-    return shape_from_hf(tree, str(file))
 
 
 def _record(record: MemoryRecord, plan: MemoryPlan) -> dict[str, Any]:

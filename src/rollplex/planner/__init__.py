@@ -1,0 +1,1 @@
+"""What would happen: `rollplex plan`, computed from a recipe alone, without weights or devices (pure)."""
