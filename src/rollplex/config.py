@@ -266,6 +266,9 @@ class RunConfig(Section):
         description="Evaluate greedily on data.eval_split every so many steps; 0: only at the end, given a split.",
     )
     eval_rows: int = Field(200, ge=1, description="Rows of one evaluation.")
+    trace_steps: tuple[int, ...] = Field(
+        (), description="Steps, counted from 1, whose spans go to trace.json, for https://ui.perfetto.dev."
+    )
 
 
 class Config(Section):
@@ -349,6 +352,12 @@ def _data_problems(config: Config) -> list[str]:
         problems.append("data.overlong drop does nothing without data.max_prompt_tokens")
     if config.run.eval_steps > 0 and data.eval_split is None:
         problems.append(f"run.eval_steps {config.run.eval_steps} does nothing without data.eval_split")
+    untraced = [step for step in config.run.trace_steps if not 1 <= step <= config.train.max_steps]
+    if untraced:
+        problems.append(
+            f"run.trace_steps {untraced} are not steps of this run, which are 1 to train.max_steps "
+            f"{config.train.max_steps}"
+        )
     weights, functions = rewards.reward_weights, rewards.reward_funcs
     if weights is not None and functions and len(weights) != len(functions):
         problems.append(

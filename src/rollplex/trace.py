@@ -27,7 +27,7 @@ class Span:
     start_s: float  # seconds: since 1970 when measured, on the simulated clock otherwise
     end_s: float
     step: int
-    group: int | None = None  # place in the step; None: of the whole step
+    group: int | None = None  # its place in the step, or its rollout id when measured; None: of the whole step
     source: Literal["measured", "simulated"] = "measured"
 
     def __post_init__(self) -> None:

@@ -193,6 +193,24 @@ def test_exception_is_chained_and_the_runner_stays_usable(error: BaseException, 
     assert score(runner).rewards == (1.0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_seconds_end_with_the_answer_not_with_the_wait(is_async: bool) -> None:
+    def quick(prompts: list[Any], **_: Any) -> list[float]:
+        return [1.0] * len(prompts)
+
+    async def quick_async(prompts: list[Any], **_: Any) -> list[float]:
+        return [1.0] * len(prompts)
+
+    runner = RewardRunner(RewardConfig(), [quick_async if is_async else quick])
+    began = time.monotonic()
+    pending = runner.submit(make_group(), ["a", "b", "c"], STATE)
+    while not pending.done():
+        time.sleep(0.01)
+    answered = time.monotonic() - began
+    time.sleep(0.3)
+    assert 0.0 < pending.result(timeout_s=10).seconds <= answered
+
+
 def test_log_extra_of_wrong_length_is_an_error() -> None:
     def bad(log_extra: Any, **_: Any) -> list[float]:
         log_extra("column", [1])

@@ -1,4 +1,4 @@
-"""Wall time per phase of a step."""
+"""Wall time per phase of a step: as sums for the metrics, as spans for the trace."""
 
 from __future__ import annotations
 
@@ -7,26 +7,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from rollplex.trace import Span
+
 
 @dataclass
 class Stopwatch:
-    """Sums seconds per phase name; `metrics` gives them as timing_s/<phase>."""
+    """Sums seconds per phase name (`metrics`), and keeps what ran when (`spans`). Times are those of time.monotonic.
 
+    Lane "main" holds what the main thread does itself; lanes "decode" and "reward" hold groups.
+    """
+
+    step: int
     seconds: dict[str, float] = field(default_factory=dict)
-    started: float = field(default_factory=time.perf_counter)
+    spans: list[Span] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    to_epoch_s: float = field(default_factory=lambda: time.time() - time.monotonic())  # so that resumed runs line up
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the block's wall time to `name`."""
-        begin = time.perf_counter()
+    def phase(self, name: str, *, traced: bool = True) -> Iterator[float]:
+        """Add the block's wall time to `name`; its span goes into the main lane. Yields when it began.
+
+        traced=False: no span, since the groups of this phase have their own.
+        """
+        begin_s = time.monotonic()
         try:
-            yield
+            yield begin_s
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            end_s = time.monotonic()
+            self.seconds[name] = self.seconds.get(name, 0.0) + end_s - begin_s
+            if traced:
+                self.record(name, "main", begin_s, end_s)
+
+    def record(self, name: str, lane: str, start_s: float, end_s: float, *, group: int | None = None) -> None:
+        """Add a span, in seconds of time.monotonic."""
+        offset = self.to_epoch_s
+        self.spans.append(Span(name, lane, start_s + offset, end_s + offset, self.step, group))
 
     def total(self) -> float:
         """Seconds since this stopwatch was made."""
-        return time.perf_counter() - self.started
+        return time.monotonic() - self.started
 
     def metrics(self) -> dict[str, float]:
         """timing_s/<phase>."""

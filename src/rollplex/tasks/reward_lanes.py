@@ -37,6 +37,7 @@ class Call:
     timeout_s: float
     future: Future[Any] = field(default_factory=Future)
     deadline: float | None = None  # time.monotonic() value; None until the call starts
+    ended: float | None = None  # time.monotonic() value; set before `future` is resolved
 
 
 class Verdict(NamedTuple):
@@ -99,6 +100,7 @@ class FunctionLane:
             if thread is not self._thread or call.future.done():
                 return
             self._calls.remove(call)
+            call.ended = time.monotonic()
             if error is None:
                 call.future.set_result(answer)
             else:
@@ -123,6 +125,7 @@ class FunctionLane:
                 expired = [c for c in verdict.expired if c in self._calls]  # the others have ended meanwhile
                 self._calls = [c for c in self._calls if c not in expired]
                 for call in expired:
+                    call.ended = time.monotonic()
                     call.future.set_exception(Overdue())
                 if verdict.stuck and expired:
                     self._replace(thread)

@@ -177,7 +177,8 @@ class PendingScores:
                 "%s gave None for responses %s: their advantage is 0", _where(", ".join(parts), self.group), missing
             )
         frozen = {metric: tuple(values) for metric, values in metrics.items()}
-        return GroupScores(rewards, parts, extras, frozen, timeouts, time.monotonic() - self.submitted)
+        ended = max(call.ended for _, call, _ in self.calls if call.ended is not None)
+        return GroupScores(rewards, parts, extras, frozen, timeouts, ended - self.submitted)
 
 
 class _Log:
