@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from rollplex.config import Config
 from rollplex.errors import CheckpointError
-from rollplex.models.save import stored_state, weights_stem
 from rollplex.models.save import save_pretrained
-from rollplex.models.tensor_files import read_tensors
 from rollplex.runtime.session import PromptFeed, Session
 from rollplex.runtime.warm_start import warm_start
-from rollplex.train.checkpoint_folder import atomic_folder
+from rollplex.train.checkpoint import load_weights
+from rollplex.train.checkpoint_folder import atomic_folder, verify_checksums
+from rollplex.train.resume import MAY_CHANGE, changed_options, listed
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "warm-start"
-SETTINGS = "warm_start.json"
+SETTINGS = "warm_start.json"  # the configuration of the run that made it
 OnStep = Callable[[int, int, dict[str, float]], None]
 
 
-def ensure_warm_start(session: Session, on_step: OnStep) -> bool:
-    """Bring the session's policy to its starting weights; True when a supervised stage ran now.
+def ensure_warm_start(session: Session, on_step: OnStep) -> None:
+    """Bring the session's policy to its starting weights, by a supervised stage unless its result is there already.
 
-    The result is kept in `warm_start.path` (absent: the run folder) with the settings that made it, and used again by
-    any run with the same settings. A folder made by other settings is refused rather than overwritten.
+    The result is kept in `warm_start.path` (absent: the run folder) and used again by any run whose options give the
+    same weights. Raises CheckpointError for a folder that is damaged or was made by other options, rather than
+    overwriting it.
     """
     config = session.config
     if config.warm_start.steps == 0:
-        return False
+        return
     folder = Path(config.warm_start.path or Path(config.run.output_dir) / FOLDER)
-    settings = _settings(config)
     if (folder / SETTINGS).is_file():
-        found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        if found != settings:
-            changed = sorted(k for k in settings.keys() | found.keys() if settings.get(k) != found.get(k))
-            raise CheckpointError(
-                f"{folder} holds a model that was warm-started with other settings (differing: {', '.join(changed)}); "
-                "give another folder as warm_start.path, or remove it"
-            )
-        _load(session, folder)
-        logger.info("using the warm-started model in %s", folder)
-        return False
+        _reuse(session, folder)
+        return
     feed = PromptFeed(session)
     try:
         warm_start(session.policy, feed.rows(), session.answer_ids, config, on_step)
@@ -55,24 +44,29 @@ def ensure_warm_start(session: Session, on_step: OnStep) -> bool:
         feed.close()
     with atomic_folder(folder.absolute()) as temporary:
         save_pretrained(session.loaded.model, session.loaded.processor, temporary)
-        (temporary / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    return True
+        settings = json.dumps(config.model_dump(mode="json"), indent=1) + "\n"
+        (temporary / SETTINGS).write_text(settings, encoding=encoding="utf-8")
 
 
-def _load(session: Session, folder: Path) -> None:
-    targets = stored_state(session.loaded.model)
-    with torch.no_grad():
-        for name, tensor in read_tensors(folder, weights_stem(session.loaded.model)):
-            targets[name].copy_(tensor)
+def _reuse(session: Session, folder: Path) -> None:
+    try:
+        verify_checksums(folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the warm-started model in {folder} is damaged: remove that folder to have it made again ({error})"
+        ) from error
+    saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    changed = {key: values for key, values in changed_options(saved, session.config, folder).items() if _decides(key)}
+    if changed:
+        raise CheckpointError(
+            f"{folder} holds a model that was warm-started with other options: {listed(changed)}; give another folder "
+            "as warm_start.path, or remove this one"
+        )
+    load_weights(folder, session.loaded.model)
     session.policy.bump()
+    logger.info("using the warm-started model in %s", folder)
 
 
-def _settings(config: Config) -> dict[str, str]:
-    """One digest per section that decides the warm-started weights."""
-    tree = config.model_dump(mode="json")
-    tree["warm_start"].pop("path")
-    parts = {"model": tree["model"], "data": tree["data"], "warm_start": tree["warm_start"], "seed": config.run.seed,
-             "micro_batch_tokens": config.train.micro_batch_tokens}
-    return {
-        name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16] for name, part in parts.items()
-    }
+def _decides(key: str) -> bool:
+    """Whether an option decides the warm-started weights."""
+    return key not in MAY_CHANGE and (key == "run.seed" or key.startswith(("model.", "data.", "warm_start.")))

@@ -114,18 +114,29 @@ def load_checkpoint(
     state = _read_trainer_state(folder)
     if config is not None:
         check_same_run(_read_config(folder), config, folder)
-    targets, stem = stored_state(model), weights_stem(model)
-    _check_weights(folder, stem, targets)
+    targets = stored_state(model)
+    _check_weights(folder, weights_stem(model), targets)
     if optimizer is not None:
         _check_trained(folder, set(state["trained_parameters"]), set(optimizer.weights))
         device = next(iter(targets.values())).device
         optimizer_state = {name: tensor.to(device) for name, tensor in read_tensors(folder, OPTIMIZER)}
         optimizer.load_named_state(optimizer_state, state["optimizer_steps"])
+    load_weights(folder, model)
+    trainer_state = {key: value for key, value in state.items() if key not in _OWN_KEYS}
+    return RestoredState(trainer_state, state["optimizer_steps"])
+
+
+def load_weights(folder: Path, model: Any) -> None:
+    """Put the weights of `folder`, as `save_pretrained` writes them, into `model` in place.
+
+    Raises CheckpointError, before anything is changed, for tensors that do not have their place in it. Whether the
+    files are whole is the caller's to check (`verify_checksums`).
+    """
+    targets, stem = stored_state(model), weights_stem(model)
+    _check_weights(folder, stem, targets)
     with torch.no_grad():
         for name, tensor in read_tensors(folder, stem):
             targets[name].copy_(tensor)
-    trainer_state = {key: value for key, value in state.items() if key not in _OWN_KEYS}
-    return RestoredState(trainer_state, state["optimizer_steps"])
 
 
 def _save_base_once(model: Any, processor: Any, base: Path) -> None:

@@ -70,8 +70,21 @@ def check_same_run(saved: Mapping[str, Any], config: Config, folder: Path) -> No
 
     `train.max_steps` may change under a constant learning rate only: the other schedules depend on it from the start.
     """
+    free = MAY_CHANGE - ({"train.max_steps"} if config.train.lr_scheduler_type != "constant" else frozenset())
+    changed = {key: values for key, values in changed_options(saved, config, folder).items() if key not in free}
+    if changed:
+        raise CheckpointError(
+            f"{folder} is of a run with other options: {listed(changed)}; set them back, or start a new run from its "
+            "weights with model.path"
+        )
+
+
+def changed_options(saved: Mapping[str, Any], config: Config, folder: Path) -> dict[str, tuple[Any, Any]]:
+    """(value saved, value now) of each option that differs, by its key; options newer than `saved` had their defaults.
+
+    Raises CheckpointError when `saved`, found in `folder`, is no configuration that this version knows.
+    """
     try:
-        # Fills in the defaults of options that are newer than the checkpoint.
         complete = Config.model_validate(saved)
     except ValidationError as error:
         raise CheckpointError(
@@ -79,15 +92,14 @@ def check_same_run(saved: Mapping[str, Any], config: Config, folder: Path) -> No
             f"{error.errors()[0]['msg']}; resume with the version that wrote it"
         ) from error
     before, now = (dict(_leaves(c.model_dump(mode="json"))) for c in (complete, config))
-    fixed = MAY_CHANGE - ({"train.max_steps"} if config.train.lr_scheduler_type != "constant" else frozenset())
-    changed = sorted(key for key in before.keys() | now.keys() if key not in fixed and before.get(key) != now.get(key))
-    if changed:
-        listed = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed[:5])
-        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        raise CheckpointError(
-            f"{folder} is of a run with other options: {listed}{more}; set them back, or start a new run from its weights "
-            "with model.path"
-        )
+    keys = sorted(before.keys() | now.keys())
+    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+
+
+def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """The first of `changed_options` as the middle of a sentence."""
+    shown = "; ".join(f"{key} was {before!r}, is {now!r}" for key, (before, now) in list(changed.items())[:5])
+    return shown + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
