@@ -45,7 +45,7 @@ def ensure_warm_start(session: Session, on_step: OnStep) -> None:
     with atomic_folder(folder.absolute()) as temporary:
         save_pretrained(session.loaded.model, session.loaded.processor, temporary)
         settings = json.dumps(config.model_dump(mode="json"), indent=1) + "\n"
-        (temporary / SETTINGS).write_text(settings, encoding=encoding="utf-8")
+        (temporary / SETTINGS).write_text(settings, encoding="utf-8")
 
 
 def _reuse(session: Session, folder: Path) -> None:
