@@ -266,16 +266,24 @@ def test_each_schedule_hides_more() -> None:
     assert makespans == {"serial": 26.0, "rollplex": 22.0, "stream": 19.0}
 
 
-def test_window_lane_only_beside_decoding() -> None:
-    recorder = _play("stream", _two_groups(), Limits(), lambda _: 1.0)
-    decoding = 0
-    for kind, task, lane in recorder.events:
-        if lane is Lane.WINDOW:
-            assert decoding > 0
-        if lane is Lane.MAIN:
-            assert decoding == 0
-        if task.phase is Phase.DECODE:
-            decoding += 1 if kind == "start" else -1
+@given(st.data(), st.sampled_from(sorted(SCHEDULES)), _specs())
+def test_window_beside_decoding_and_main_alone(data: st.DataObject, name: str, spec: StepSpec) -> None:
+    assume(_runs(name, spec))
+    order = group_order(spec) if name == "stream" else stage_order(spec)
+    cap = peak_of_rest(StepState(spec, Limits()), order)[0] + data.draw(st.integers(0, 20))
+    slots = data.draw(st.none() | st.integers(1, 2))
+    limits = Limits(
+        decode=slots, window=data.draw(st.integers(0, 2)), memory_bytes=data.draw(st.sampled_from([None, cap]))
+    )
+    recorder = _play(name, spec, limits, lambda _: 1.0, data.draw(st.permutations(sorted(_expected(spec), key=str))))
+    lanes = {task: lane for kind, task, lane in recorder.events if kind == "start"}
+    running: Counter[Lane] = Counter()
+    for kind, task, _ in recorder.events:
+        lane = lanes[task]
+        running[lane] += 1 if kind == "start" else -1
+        if kind == "start" and lane is Lane.WINDOW:
+            assert running[Lane.DECODE] > 0 and name != "serial"
+        assert not (running[Lane.MAIN] and (running[Lane.DECODE] or running[Lane.WINDOW]))
 
 
 def _seconds(spec: StepSpec, rows: dict[Phase, tuple[float, float]]) -> Durations:
