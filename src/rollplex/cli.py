@@ -137,6 +137,28 @@ def verify(
 
 
 @app.command(context_settings=_SETTINGS)
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    section: Annotated[
+        list[str] | None, typer.Option(help="Only this part of the plan; may be given several times.")
+    ] = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Say what a recipe would hold and move on its devices, from its numbers alone: no weights, no devices needed."""
+    from rollplex.planner.report import plan_facts, plan_lines
+
+    with _clean_errors(show_traceback):
+        facts = plan_facts(load_config(recipe_path(recipe), overrides or ()), section or ())
+        if as_json:
+            typer.echo(json.dumps(facts))
+        else:
+            for line in plan_lines(facts):
+                typer.echo(line)
+
+
+@app.command(context_settings=_SETTINGS)
 def demo(
     overrides: Overrides = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of data order, sampling and initial weights.")] = 0,

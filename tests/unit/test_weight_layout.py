@@ -409,8 +409,14 @@ def test_the_degrees_that_a_refusal_names_work(t: int, s: int, heads: tuple[int,
 @pytest.mark.parametrize(
     ("sharing", "words"),
     [
-        (_sharing(2, 1, "hf", "hf", "hf"), ("train_tp 2", "301 rows", "vocab_padding hf", "set that to shared")),
-        (_sharing(1, 2, "hf", "hf", "engine"), ("rollout_tp 2", "301 rows", "hf layout", "set that to shared")),
+        (
+            _sharing(2, 1, "hf", "hf", "hf"),
+            ("train_tp 2", "301 rows", "under hf", "set sharing.vocab_padding to shared"),
+        ),
+        (
+            _sharing(1, 2, "hf", "hf", "engine"),
+            ("rollout_tp 2", "301 rows", "hf layout", "set sharing.vocab_padding to shared"),
+        ),
         (_sharing(1, 1, "hf", "vllm", "hf"), ("301", "multiple of 64", "set sharing.vocab_padding to shared")),
     ],
 )

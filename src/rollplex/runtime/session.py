@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from rollplex.config import Config
+from rollplex.config import Config, SharingConfig
+from rollplex.errors import ConfigError
 from rollplex.models.load import LoadedModel, load_model
 from rollplex.models.policy import Policy
 from rollplex.models.prompts import PromptBuilder
@@ -43,6 +44,7 @@ class Session:
 
 def build_session(config: Config, model_path: str | None = None) -> Session:
     """Task, model and processor of `config`; `model_path` loads the weights of a checkpoint or warm start instead."""
+    _refuse_parallel(config.sharing)
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     task = build_task(config.data, config.data.split, config.run.seed)
@@ -53,6 +55,16 @@ def build_session(config: Config, model_path: str | None = None) -> Session:
     prompts = PromptBuilder(loaded.processor, loaded.model.config, config.data)
     stops = _stop_ids(loaded, config)
     return Session(config, task, loaded, Policy(loaded.model), prompts, stops)
+
+
+def _refuse_parallel(sharing: SharingConfig) -> None:
+    """Raises ConfigError for options that one process would leave without effect."""
+    changed = [name for name, value in sharing if value != getattr(SharingConfig(), name)]
+    if changed:
+        raise ConfigError(
+            f"sharing.{changed[0]} is {getattr(sharing, changed[0])}: one process trains and rolls out without tensor "
+            f"parallelism, so the options of sharing are for `rollplex plan`; leave them out ({', '.join(changed)})"
+        )
 
 
 def _stop_ids(loaded: LoadedModel, config: Config) -> tuple[int, ...]:

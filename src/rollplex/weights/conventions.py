@@ -88,7 +88,7 @@ def padded_vocabs(plan: ShardPlan, sharing: SharingConfig) -> tuple[int, int]:
         if size % degree:
             raise ConfigError(
                 f"sharing.{name} {degree} does not divide the {size} rows of the vocabulary, which the {layout} layout "
-                f"does not pad under sharing.vocab_padding {sharing.vocab_padding}; set that to shared"
+                f"does not pad under {sharing.vocab_padding}; set sharing.vocab_padding to shared"
             )
         padded.append(size)
     return padded[0], padded[1]

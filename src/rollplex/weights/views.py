@@ -54,19 +54,15 @@ class NoView:
 
 def find(parameter: Parameter, holder: Piece) -> Blocks | NoView:
     """`parameter` inside `holder`, when its rows are there in order, in one block or in equal blocks at one stride."""
-    at = parameter.at
-    found: list[tuple[int, int]] = []  # (place in holder, rows)
+    rows, found = 0, list[tuple[int, int]]()  # blocks as (place in holder, rows)
     for wanted in parameter.runs:
-        parts = sorted(common_runs(wanted, holder.runs), key=lambda part: part[0].at)
-        for run, place in parts:
-            if run.at != at:
-                return NoView(missing=True)
-            at += run.length
+        for run, place in sorted(common_runs(wanted, holder.runs), key=lambda part: part[0].at):
+            rows += run.length
             if found and sum(found[-1]) == place:
                 found[-1] = (found[-1][0], found[-1][1] + run.length)
             else:
                 found.append((place, run.length))
-    if at != parameter.at + parameter.length:
+    if rows < parameter.length:
         return NoView(missing=True)
     (start, length), count = found[0], len(found)
     stride = found[1][0] - start if count > 1 else 0
