@@ -62,7 +62,7 @@ def test_train_help_explains_every_option() -> None:
         assert f"\n{section}  {all_groups()[section].description}" in text, section
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "demo"])
+@pytest.mark.parametrize("command", ["train", "verify", "plan", "demo"])
 def test_help_of_each_command_names_overrides(command: str) -> None:
     assert "KEY=VALUE" in _help(command)
     assert command in _help()
