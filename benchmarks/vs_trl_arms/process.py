@@ -86,7 +86,8 @@ class ArmProcess:
         if cores is not None:
             os.sched_setaffinity(self._process.pid, cores)  # before torch starts its threads: they inherit it
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._send(spec.to_json())
         self.ready = self._receive("ready")
         self.baseline_rss: int = psutil.Process(self._process.pid).memory_info().rss
@@ -120,11 +121,13 @@ class ArmProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(timeout=20.0)
+        self._reader.join(timeout=20.0)  # it ends with the pipe, which it closes
 
     def _read(self) -> None:
         assert self._process.stdout is not None  # opened as a pipe
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
         self._lines.put(None)
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,13 @@ def _config(output_dir: Path, **run: Any) -> Config:
     return Config.model_validate({"model": {"build": {}}, "run": {"output_dir": str(output_dir)} | run})
 
 
+@pytest.fixture
+def opened() -> Iterator[Callable[..., RunFolder]]:
+    """RunFolder.open, closed at the end of the test."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(closing(RunFolder.open(*args, **kwargs)))
+
+
 def _log(folder: RunFolder, steps: range, loss: float = 0.5) -> None:
     for step in steps:
         folder.log(StepReport(step, {"loss": loss, "reward": float(step)}))
@@ -39,11 +48,11 @@ def _steps(folder: Path) -> list[int]:
     return [line["step"] for line in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_new_run_writes_its_configuration_and_each_step_at_once(tmp_path):
+def test_a_new_run_writes_its_configuration_and_each_step_at_once(opened, tmp_path):
     config = _config(tmp_path / "run", seed=4)
     # A text for YAML 1.1, a number for the YAML 1.2 of recipes.
     config = config.model_copy(update={"data": config.data.model_copy(update={"split": "1e-6"})})
-    folder = RunFolder.open(config)
+    folder = opened(config)
     assert load_config(tmp_path / "run" / "config.yaml") == config
     for step in (1, 2):
         _log(folder, range(step, step + 1))
@@ -57,8 +66,8 @@ def test_a_new_run_writes_its_configuration_and_each_step_at_once(tmp_path):
         _log(folder, range(3, 4))
 
 
-def test_values_that_are_not_finite_are_null(tmp_path):
-    folder = RunFolder.open(_config(tmp_path))
+def test_values_that_are_not_finite_are_null(opened, tmp_path):
+    folder = opened(_config(tmp_path))
     folder.log(StepReport(1, {"loss": float("nan"), "kl": float("inf"), "reward": 1.0}))
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "loss": None, "kl": None, "reward": 1.0}
@@ -70,6 +79,7 @@ def test_after_a_kill_and_a_resume_each_step_is_there_once(tmp_path_factory, log
     path = tmp_path_factory.mktemp("run")
     first = RunFolder.open(_config(path))
     _log(first, range(1, logged + 1), loss=1.0)
+    first.close()
     metrics = path / "metrics.jsonl"
     whole = metrics.read_text()
     # The kill cut the line of the step after the last logged one: no more than a part of it, without its newline.
@@ -84,8 +94,8 @@ def test_after_a_kill_and_a_resume_each_step_is_there_once(tmp_path_factory, log
     assert [name for name in os.listdir(path) if name.startswith(".")] == []
 
 
-def test_a_resume_continues_bytes_of_earlier_lines(tmp_path):
-    folder = RunFolder.open(_config(tmp_path))
+def test_a_resume_continues_bytes_of_earlier_lines(opened, tmp_path):
+    folder = opened(_config(tmp_path))
     folder.log(StepReport(1, {"loss": 0.1 + 0.2, "tiny": 5e-324, "large": 1.7976931348623157e308}))
     folder.close()
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -93,7 +103,7 @@ def test_a_resume_continues_bytes_of_earlier_lines(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_killed_while_logging(tmp_path):
+def test_killed_while_logging(opened, tmp_path):
     for round_ in range(5):
         path = tmp_path / str(round_)
         writer = os.fork()
@@ -110,33 +120,33 @@ def test_killed_while_logging(tmp_path):
         logged = _steps(path)
         assert logged == list(range(1, len(logged) + 1))
         keep = len(logged) // 2
-        folder = RunFolder.open(_config(path, resume_from_checkpoint="auto"), resume_step=keep)
+        folder = opened(_config(path, resume_from_checkpoint="auto"), resume_step=keep)
         _log(folder, range(keep + 1, keep + 4))
         assert _steps(path) == list(range(1, keep + 4))
 
 
-def test_damage_before_the_last_line_is_an_error(tmp_path):
-    folder = RunFolder.open(_config(tmp_path))
+def test_damage_before_the_last_line_is_an_error(opened, tmp_path):
+    folder = opened(_config(tmp_path))
     _log(folder, range(1, 4))
     folder.close()
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"step": 2', '"step" 2'))
     before = metrics.read_bytes()
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 2 of 3 is damaged"):
-        RunFolder.open(_config(tmp_path, resume_from_checkpoint="auto"), resume_step=3)
+        opened(_config(tmp_path, resume_from_checkpoint="auto"), resume_step=3)
     assert metrics.read_bytes() == before
 
 
 @pytest.mark.parametrize("left", ["config.yaml", "metrics.jsonl", "checkpoint-5"])
-def test_a_folder_of_another_run_is_refused_unless_resuming(tmp_path, left):
+def test_a_folder_of_another_run_is_refused_unless_resuming(opened, tmp_path, left):
     path = tmp_path / "run"
     path.mkdir()
     (path / left).mkdir() if left.startswith("checkpoint") else (path / left).write_text("")
     pattern = rf"run\.output_dir .*run holds another run \({left}\).*run\.resume_from_checkpoint=auto"
     with pytest.raises(ConfigError, match=pattern):
-        RunFolder.open(_config(path))
+        opened(_config(path))
     with pytest.raises(ConfigError, match=r"another run than run\.resume_from_checkpoint"):
-        RunFolder.open(_config(path, resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1")), resume_step=1)
+        opened(_config(path, resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1")), resume_step=1)
     assert os.listdir(path) == [left]
     RunFolder.open(_config(path, resume_from_checkpoint="auto")).close()
     RunFolder.open(_config(path, resume_from_checkpoint=str(path / "checkpoint-5")), resume_step=5).close()
@@ -148,20 +158,21 @@ def test_a_warm_start_or_other_files_in_the_folder_are_no_run(tmp_path):
     RunFolder.open(_config(tmp_path)).close()
 
 
-def test_output_dir_that_cannot_be_a_folder(tmp_path):
+def test_output_dir_that_cannot_be_a_folder(opened, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.output_dir .* is a file"):
-        RunFolder.open(_config(tmp_path / "file"))
+        opened(_config(tmp_path / "file"))
     with pytest.raises(CheckpointError, match=r"cannot write the run folder .*run\.output_dir"):
-        RunFolder.open(_config(tmp_path / "file" / "below"))
+        opened(_config(tmp_path / "file" / "below"))
 
 
-def test_a_full_disk_while_logging_names_the_way_on(tmp_path):
-    folder = RunFolder.open(_config(tmp_path))
-    full = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115 - closed by the folder
-    folder._metrics = full
+def test_a_full_disk_while_logging_names_the_way_on(opened, tmp_path):
+    folder = opened(_config(tmp_path))
+    folder.close()
+    folder._metrics = open("/dev/full", "a", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: .*No space left.*resume_from_checkpoint=auto"):
         _log(folder, range(1, 2))
+    folder.close()  # the line is still in its buffer: that must not become a second error that hides the first
 
 
 def _group(
@@ -204,8 +215,8 @@ def two_groups() -> tuple[list[ScoredGroup], list[tuple[str, ...]]]:
     return groups, [("three <b>\u00e9\n", "</pre>"), ("a", "b")]
 
 
-def test_completions_for_programs(tmp_path, two_groups):
-    RunFolder.open(_config(tmp_path)).log_completions(10, *two_groups)
+def test_completions_for_programs(opened, tmp_path, two_groups):
+    opened(_config(tmp_path)).log_completions(10, *two_groups)
     lines = [json.loads(line) for line in (tmp_path / "completions" / "step-10.jsonl").read_text().splitlines()]
     assert [(line["row"], line["index"]) for line in lines] == [(3, 0), (3, 1), (4, 0), (4, 1)]
     assert lines[0] == {
@@ -230,8 +241,8 @@ def test_completions_for_programs(tmp_path, two_groups):
         assert (picture.size, picture.format, picture.mode) == ((512, 128), "PNG", "RGB")
 
 
-def test_completions_for_people(tmp_path, two_groups):
-    page = RunFolder.open(_config(tmp_path)).log_completions(10, *two_groups)
+def test_completions_for_people(opened, tmp_path, two_groups):
+    page = opened(_config(tmp_path)).log_completions(10, *two_groups)
     text = page.read_text()
     assert page.name == "step-10.html"
     for source in ("pictures/row-3-image-0.png", "pictures/row-3-video-0.png"):
@@ -254,8 +265,8 @@ def test_a_turn_without_content_shows_its_tool_calls():
     assert prompt_text(Example(0, chat)) == f"user: Look.\nassistant: {json.dumps(calls)}\ntool: done"
 
 
-def test_a_resume_drops_completions_of_later_steps(tmp_path, two_groups):
-    folder = RunFolder.open(_config(tmp_path))
+def test_a_resume_drops_completions_of_later_steps(opened, tmp_path, two_groups):
+    folder = opened(_config(tmp_path))
     for step in (9, 10, 11):
         folder.log_completions(step, *two_groups)
     folder.close()

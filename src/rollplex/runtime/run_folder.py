@@ -6,6 +6,7 @@ trace.json (for Perfetto) + trace.jsonl, of run.trace_steps
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -104,7 +105,9 @@ class RunFolder:
     def close(self) -> None:
         """Close the metrics file; nothing can be logged after."""
         if self._metrics is not None:
-            self._metrics.close()
+            # `log` flushes each line and reports a full disk; the line then left in the buffer must not hide that.
+            with contextlib.suppress(OSError):
+                self._metrics.close()
             self._metrics = None
 
     def _write_spans(self, spans: list[Span]) -> None:
