@@ -218,8 +218,8 @@ class SharingConfig(Section):
     )
     train_layout: Literal["hf", "megatron", "vllm"] = Field(
         "hf",
-        description="How training holds its weights: each matrix apart, QKV interleaved per key/value head with gate_up "
-        "fused, or packed [Q; K; V] with gate_up fused.",
+        description="How training holds its weights: each matrix apart, QKV interleaved per key/value head with "
+        "gate_up fused, or packed [Q; K; V] with gate_up fused.",
     )
     rollout_layout: Literal["hf", "megatron", "vllm"] = Field("hf", description="The same for the rollout engine.")
     vocab_padding: Literal["shared", "hf", "engine"] = Field(

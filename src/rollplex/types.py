@@ -1,6 +1,7 @@
 """The nouns that flow through a step. Frozen data only: no behaviour beyond small derived values, no torch at import.
 
-    Example --models.prompts--> PromptSpec --rollout--> Response x N --> Group --rewards--> ScoredGroup --train--> StepReport
+    Example --models.prompts--> PromptSpec --rollout--> Response x N --> Group --rewards--> ScoredGroup
+        --train--> StepReport
 
 Shape letters used in the whole code base: G groups, N responses per group, P prompt (prefix) tokens, R response
 tokens, T packed tokens, V visual tokens, L layers, H heads, D head dim, C channels (hidden size).
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 class VideoClip:
     """Decoded frames of one video, before the processor.
 
-    Example: VideoClip(frames=<uint8 (8, 112, 112, 3)>, fps=2.0, frame_indices=(0, 12, ...), total_frames=96, source="a.mp4")
+    Example: VideoClip(frames=<uint8 (8, 112, 112, 3)>, fps=2.0, frame_indices=(0, 12, ...), total_frames=96,
+    source="a.mp4")
     """
 
     frames: np.ndarray  # uint8, (frames, height, width, 3), RGB
@@ -36,13 +38,15 @@ class VideoClip:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One data row in TRL's shape: a chat (or plain string) prompt, its media in order, further columns for the rewards.
+    """One data row in TRL's shape: a chat or plain string as prompt, its media in order, further columns for rewards.
 
-    Example: Example(0, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}], (img,), (), {"answer": "3"})
+    Example: Example(0, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}],
+    (img,), (), {"answer": "3"})
     """
 
     index: int  # row number in the source; every error about this row names it
-    prompt: list[dict[str, Any]] | str  # structured chat messages, one {"type": "image"|"video"} part per item, or a plain string
+    # Structured chat messages with one {"type": "image"|"video"} part per item of the media, or a plain string.
+    prompt: list[dict[str, Any]] | str
     images: tuple[Image.Image, ...] = ()
     videos: tuple[VideoClip, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)  # all other columns, passed to the reward functions

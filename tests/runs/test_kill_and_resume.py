@@ -71,7 +71,11 @@ def whole(tmp_path_factory):
 
 def _tensors(run: Path):
     checkpoint = run / f"checkpoint-{STEPS}"
-    return {f"{name}/{key}": t for name in ("model", "optimizer") for key, t in load_file(checkpoint / f"{name}.safetensors").items()}
+    return {
+        f"{name}/{key}": t
+        for name in ("model", "optimizer")
+        for key, t in load_file(checkpoint / f"{name}.safetensors").items()
+    }
 
 
 def _metrics(run: Path):

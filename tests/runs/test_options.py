@@ -1,4 +1,4 @@
-"""Every algorithm and training option in a real run of two steps: it trains, moves weights, and reports finite numbers."""
+"""Every algorithm and training option in a real run of two steps: it trains, moves weights, reports finite numbers."""
 
 from __future__ import annotations
 

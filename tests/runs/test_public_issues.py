@@ -135,7 +135,7 @@ def test_g28_frozen_vision_stays_has_no_state_and_is_encoded_once(tmp_path, fami
     state = load_file(tmp_path / "run" / "checkpoint-4" / "optimizer.safetensors")
     assert not [name for name in state if "visual" in name]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    # 8 rows, 4 a step: every row with media once in the first epoch (rollout, reference and update share it), never again
+    # 8 rows, 4 a step: every row with media once in the first epoch (rollout, reference and update share), then never
     assert sum(line["vision/encode_calls"] for line in lines[:2]) == 6
     assert [line["vision/encode_calls"] for line in lines[2:]] == [0.0, 0.0]
 

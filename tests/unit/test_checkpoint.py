@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -457,7 +456,10 @@ def test_options_newer_than_the_checkpoint_have_their_defaults():
 def test_which_checkpoint_is_meant(saved, caplog):
     folder, _, _ = saved
     root = str(folder.parent)
-    resolve: Callable[..., Path | None] = lambda **run: resolve_resume(_config(run=run).run)
+
+    def resolve(**run: object) -> Path | None:
+        return resolve_resume(_config(run=run).run)
+
     assert resolve(output_dir=root) is None
     assert resolve(output_dir=root, resume_from_checkpoint="auto") == folder
     assert resolve(output_dir=root, resume_from_checkpoint=str(folder)) == folder

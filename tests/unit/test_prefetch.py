@@ -29,7 +29,7 @@ def build(example):
     return f"spec {example.index}"
 
 
-def make(load=load, build=build, order=ORDER, start=0, stop=None, ahead=None, **data):
+def make(load=load, build=build, order=ORDER, *, start=0, stop=None, ahead=None, **data):
     return Prefetcher(load, build, order, DataConfig(**data), start=start, stop=stop, ahead=ahead)
 
 

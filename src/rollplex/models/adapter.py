@@ -1,8 +1,8 @@
 """What Rollplex needs from a model family, and the registry of families.
 
 An adapter views a transformers model as pure functions: vision features from pixels, rotary tables from explicit
-positions, one decoder layer split at its attention. No method mutates the model or reads state kept on its modules, so a
-layer can be run again for activation checkpointing, and LoRA (which replaces linear modules) works unchanged.
+positions, one decoder layer split at its attention. No method mutates the model or reads state kept on its modules,
+so a layer can be run again for activation checkpointing, and LoRA (which replaces linear modules) works unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class VlmAdapter(Protocol):
     vision_token_ids: tuple[int, ...]  # never to be sampled
 
     def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
-        """Vision features of all media of `specs`, ordered by spec, then by placeholder; None when there is no media."""
+        """Vision features of all media of `specs`, ordered by spec, then by placeholder; None when there are none."""
 
     def rotary(self, positions_3T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos_TD, sin_TD) for MRoPE positions (3, T)."""

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from rollplex.models.partial_attention import accumulation_dtype, attend, attend_backward
 
+
 def equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(length, count) of maximal runs of equal consecutive lengths. Example: [5, 5, 7] -> [(5, 2), (7, 1)]."""
     return [(length, len(list(run))) for length, run in groupby(lengths)]

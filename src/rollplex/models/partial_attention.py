@@ -1,8 +1,8 @@
 """Attention over one part of the keys, with the log-sum-exp that lets parts be joined exactly.
 
 Two parts of a softmax row join as out = sum_i out_i * exp(lse_i - lse), lse = logaddexp_i(lse_i). On the CPU the fused
-kernel behind scaled_dot_product_attention gives both and its backward takes the joint values; elsewhere the same formulas
-run in plain tensor operations, in blocks of bounded size.
+kernel behind scaled_dot_product_attention gives both and its backward takes the joint values; elsewhere the same
+formulas run in plain tensor operations, in blocks of bounded size.
 
 Shape letters: B batch, H heads (equal for q, k and v), S queries, P keys, D head dim.
 """
@@ -28,9 +28,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attend(
-    q_BHSD: torch.Tensor, k_BHPD: torch.Tensor, v_BHPD: torch.Tensor, *, causal: bool, scaling: float
-) -> Pair:
+def attend(q_BHSD: torch.Tensor, k_BHPD: torch.Tensor, v_BHPD: torch.Tensor, *, causal: bool, scaling: float) -> Pair:
     """(out (B, H, S, D), lse (B, H, S)). causal: query s sees keys 0..s."""
     if q_BHSD.device.type == "cpu":
         out, lse = _FUSED(q_BHSD, k_BHPD, v_BHPD, 0.0, causal, scale=scaling)
@@ -38,7 +36,7 @@ def attend(
     return _plain(q_BHSD, k_BHPD, v_BHPD, causal, scaling)
 
 
-def attend_backward(
+def attend_backward(  # noqa: PLR0917 the six tensors of attention, in the order of the kernel that takes them
     grad_BHSD: torch.Tensor,
     q_BHSD: torch.Tensor,
     k_BHPD: torch.Tensor,
@@ -74,9 +72,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, part: slice, causal: bool, scaling
     return scores
 
 
-def _plain(
-    q_BHSD: torch.Tensor, k_BHPD: torch.Tensor, v_BHPD: torch.Tensor, causal: bool, scaling: float
-) -> Pair:
+def _plain(q_BHSD: torch.Tensor, k_BHPD: torch.Tensor, v_BHPD: torch.Tensor, causal: bool, scaling: float) -> Pair:
     math = accumulation_dtype(q_BHSD.dtype)
     k, v = k_BHPD.to(math), v_BHPD.to(math)
     out, lse = torch.empty_like(q_BHSD), q_BHSD.new_empty(q_BHSD.shape[:3], dtype=math)

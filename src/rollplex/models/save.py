@@ -26,7 +26,7 @@ def save_pretrained(
     lora: Literal["adapter", "merged", "base"] = "adapter",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write `model` and `processor` to `folder` (made when absent) so that the plain auto classes load them back exactly.
+    """Write `model` and `processor` to `folder` (made when absent); the plain auto classes load them back exactly.
 
     A LoRA model is written as a peft adapter, as one ordinary model with the adapters merged into the weights, or as
     its untouched base; for others `lora` has no effect. The model itself is not changed. A file system error comes
@@ -90,7 +90,7 @@ def _check_tying(model: Any) -> None:
 
 
 def _lora_free(model: Any, *, merged: bool) -> Iterator[StoredTensor]:
-    """The tensors of the ordinary model inside `model`, under transformers' names, with or without its adapters merged."""
+    """The tensors of the ordinary model inside `model`, under transformers' names, its adapters merged or left out."""
     if not is_lora(model):
         yield from (StoredTensor.of(name, tensor) for name, tensor in _plain_state(model))
         return

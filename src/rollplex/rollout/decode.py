@@ -1,7 +1,7 @@
 """One decode step on packed rows: lean forward, prompt caches per group, suffix caches per row.
 
-Shape letters: B live rows, G live groups, N most rows of a group, H/K/E query heads, key/value heads, their ratio, D head
-dim, P longest prompt, R longest suffix so far.
+Shape letters: B live rows, G live groups, N most rows of a group, H/K/E query heads, key/value heads, their ratio,
+D head dim, P longest prompt, R longest suffix so far.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class DecodeModel:
             positions = torch.arange(count, device=self.policy.device).expand(3, -1)
             cos, sin = self.adapter.rotary(positions, self.policy.dtype)
             half = self.shape.head_dim // 2
-            # rotate_half(x) * sin == roll(x, D/2) * (-sin for the first half, sin for the second). Queries and keys both
-            # carry the root of the score's scaling, so that no pass over scores or queries is spent on it.
+            # rotate_half(x) * sin == roll(x, D/2) * (-sin for the first half, sin for the second). Queries and keys
+            # both carry the root of the score's scaling, so that no pass over scores or queries is spent on it.
             self.cos_MD = cos * self.root_scaling
             self.sin_MD = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1) * self.root_scaling
 
@@ -151,8 +151,10 @@ class PromptCache:
         self.cells_B = torch.tensor(cells, device=self.device)
 
     def _stack(self) -> None:
-        views = [[pack.kv(layer, number, 1, with_grads=False) for pack, number in self.parts.values()]
-                 for layer in range(self.shape.num_layers)]
+        views = [
+            [pack.kv(layer, number, 1, with_grads=False) for pack, number in self.parts.values()]
+            for layer in range(self.shape.num_layers)
+        ]
         lengths = [kv.k_GKPD.shape[2] for kv in views[0]]
         longest = max(lengths)
         self.keys, self.values = [], []
@@ -292,8 +294,14 @@ class SuffixCache:
         for tensors in (self.keys, self.values):
             for layer in range(shape.num_layers):
                 # zeros, not empty: masked places must hold finite values, 0 * nan is nan
-                fresh = torch.zeros(rows, shape.num_kv_heads, capacity, shape.head_dim,
-                                    dtype=self.model.policy.dtype, device=self.model.policy.device)
+                fresh = torch.zeros(
+                    rows,
+                    shape.num_kv_heads,
+                    capacity,
+                    shape.head_dim,
+                    dtype=self.model.policy.dtype,
+                    device=self.model.policy.device,
+                )
                 if layer < len(tensors):
                     old = tensors[layer]
                     fresh[: old.shape[0], :, : old.shape[2]] = old

@@ -1,9 +1,9 @@
 """The in-process rollout engine: continuous batched decoding on the training weights themselves.
 
 Responses of all prompts decode together. Each prompt's keys and values come from its prefix pass and are held once per
-group; every decode step reads them once for the whole group (two-level attention). A response that ends leaves the batch
-at once: the last live row takes its slot, so that nothing else is copied. Weights are read in place (models/fused.py),
-so there is nothing to publish after an optimizer step.
+group; every decode step reads them once for the whole group (two-level attention). A response that ends leaves the
+batch at once: the last live row takes its slot, so that nothing else is copied. Weights are read in place
+(models/fused.py), so there is nothing to publish after an optimizer step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class _Prompt:
 class LocalEngine:
     """RolloutEngine on the policy's own weights. One engine serves one rollout's sampling parameters at a time."""
 
-    def __init__(self, policy: Policy, params: SamplingParams, *, max_rows: int, prefix_source: PrefixSource | None = None):
+    def __init__(
+        self, policy: Policy, params: SamplingParams, *, max_rows: int, prefix_source: PrefixSource | None = None
+    ):
         self.policy, self.params, self.max_rows = policy, params, max_rows
         self.prefix_source = prefix_source or self._own_prefix
         self.model = DecodeModel(policy)

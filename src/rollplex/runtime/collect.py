@@ -37,7 +37,12 @@ class Collector:
         self.tokenizer, self.rewards = tokenizer, rewards
 
     def decode(
-        self, engine: RolloutEngine, slots: Sequence[Slot], num_generations: int, weight_version: int, state: TrainerState
+        self,
+        engine: RolloutEngine,
+        slots: Sequence[Slot],
+        num_generations: int,
+        weight_version: int,
+        state: TrainerState,
     ) -> list[tuple[Group, tuple[str, ...], PendingScores]]:
         """Sample all responses of `slots`; groups in slot order, their rewards on the way."""
         by_id = {slot.rollout_id: slot for slot in slots}

@@ -92,9 +92,7 @@ class FunctionLane:
             self._lock.notify_all()
             return True
 
-    def finished(
-        self, call: Call, thread: _SyncThread | _LoopThread, answer: Any, error: BaseException | None
-    ) -> None:
+    def finished(self, call: Call, thread: _SyncThread | _LoopThread, answer: Any, error: BaseException | None) -> None:
         """Resolve a call. Too late, or from a thread that was left behind: ignored."""
         with self._lock:
             if thread is not self._thread or call.future.done():
@@ -256,4 +254,3 @@ class _LoopThread:
             error = raised
         self._tasks.pop(call, None)
         self._lane.finished(call, self, answer, error)
-

@@ -170,7 +170,7 @@ def _board(rng: np.random.Generator, side: int, count: int) -> Image.Image:
         slack = max(0.0, cell / 2 - radius - 1)  # a pixel on each side, or neighbours could touch
         x = (spot % _CELLS + 0.5) * cell + rng.uniform(-slack, slack)
         y = (spot // _CELLS + 0.5) * cell + rng.uniform(-slack, slack)
-        _draw(draw, _pick(rng, SHAPES), COLOURS[_pick(rng, tuple(COLOURS))], x, y, radius)
+        _draw(draw, _pick(rng, SHAPES), COLOURS[_pick(rng, tuple(COLOURS))], x=x, y=y, radius=radius)
     return image
 
 
@@ -179,7 +179,7 @@ def _one_shape(rng: np.random.Generator, side: int) -> tuple[Image.Image, str]:
     image = Image.new("RGB", (side, side), BACKGROUND)
     radius = side * rng.uniform(0.2, 0.35)
     x, y = rng.uniform(radius, side - radius, size=2)
-    _draw(ImageDraw.Draw(image), shape, COLOURS[colour], float(x), float(y), radius)
+    _draw(ImageDraw.Draw(image), shape, COLOURS[colour], x=float(x), y=float(y), radius=radius)
     return image, f"{colour} {shape}"
 
 
@@ -197,7 +197,7 @@ def _motion_clip(rng: np.random.Generator, config: DataConfig, index: int) -> tu
     for step in range(count):
         x, y = middle + np.array([dx, dy]) * travel * (step / (count - 1) - 0.5)
         frame = Image.new("RGB", (side, side), BACKGROUND)
-        _draw(ImageDraw.Draw(frame), shape, colour, float(x), float(y), radius)
+        _draw(ImageDraw.Draw(frame), shape, colour, x=float(x), y=float(y), radius=radius)
         frames.append(np.asarray(frame))
     name = f"row {index}: drawn video"
     return VideoClip(np.stack(frames), config.video_fps, tuple(range(count)), count, name, config.video_fps), direction
@@ -208,7 +208,7 @@ def _pick(rng: np.random.Generator, options: Sequence[str]) -> str:
 
 
 def _draw(
-    draw: ImageDraw.ImageDraw, shape: str, colour: tuple[int, int, int], x: float, y: float, radius: float
+    draw: ImageDraw.ImageDraw, shape: str, colour: tuple[int, int, int], *, x: float, y: float, radius: float
 ) -> None:
     """One filled figure that fits the circle of `radius` around (x, y)."""
     if shape == "circle":

@@ -131,9 +131,7 @@ def mismatch_correction(
         raise ValueError(f"unknown mismatch correction {mode!r}")
     gap = difference_T[counts_T & ~missing_T].abs()
     num_missing = int((counts_T & missing_T).sum())
-    stats = _stats(
-        gap, num_missing, log_w=log_w[counted], weight=weight[counted], over=over[counted], mode=mode
-    )
+    stats = _stats(gap, num_missing, log_w=log_w[counted], weight=weight[counted], over=over[counted], mode=mode)
     if mode == "off":
         return Correction(None, stats)
     return Correction(weight[row_T] if by_sequence else weight, stats)

@@ -218,9 +218,7 @@ def _metrics(
     if batch.entropy_T is not None:
         means["entropy"] = (torch.where(mask_T, batch.entropy_T, 0.0).double().sum(), num_tokens)
     values = ratio.values.detach()
-    kept, advantage = (
-        (batch.counts_N, batch.advantage_N) if ratio.per_row else (mask_T, batch.advantage_N[batch.row_T])
-    )
+    kept, advantage = (batch.counts_N, batch.advantage_N) if ratio.per_row else (mask_T, batch.advantage_N[batch.row_T])
     num_ratios = kept.double().sum()
     means["ratio/mean"] = (torch.where(kept, values, 0.0).double().sum(), num_ratios)
     minima = {"ratio/min": _smallest(values, kept)}

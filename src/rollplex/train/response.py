@@ -11,7 +11,6 @@ from rollplex.models.attention import GroupRows, SharedPrefixAttention, accumula
 from rollplex.models.logprobs import TokenLogps, token_logps
 from rollplex.models.prefix import PrefixPack
 
-
 # Blocks of responses at most this long are joined whatever their lengths: padding them costs less than a call.
 SHORT_TOKENS = 8
 # Longer ones are joined while padding adds at most this factor to the queries.
@@ -62,9 +61,7 @@ def _hidden(pack: PrefixPack, groups: Sequence[GroupTokens], with_grad: bool) ->
     for number, layer in enumerate(adapter.layers):
         q_THD, k_TKD, v_TKD = adapter.qkv(layer, x_TC, cos_TD, sin_TD)
         prefixes = [pack.kv(number, first, r.num_groups, with_grads=with_grad) for r, first in runs]
-        mixed_TC = SharedPrefixAttention.apply(
-            q_THD, k_TKD, v_TKD, prompt_GC, rows, prefixes, adapter.shape.scaling
-        )
+        mixed_TC = SharedPrefixAttention.apply(q_THD, k_TKD, v_TKD, prompt_GC, rows, prefixes, adapter.shape.scaling)
         x_TC = adapter.finish(layer, x_TC, mixed_TC)
     from_response = x_TC.index_select(0, picks_T.clamp_min(0))
     return torch.where((picks_T < 0).unsqueeze(-1), from_prompt, from_response)

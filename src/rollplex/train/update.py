@@ -4,7 +4,7 @@ One optimizer step is
     for each pack of prompts:  for each micro-batch of its responses: response forward, loss, backward
                                one prefix backward
     clip, AdamW, weight version + 1
-Losses are sums with normalisers known beforehand, so any partition into packs and micro-batches gives the same gradient.
+Losses are sums with normalisers known beforehand: any partition into packs and micro-batches gives the same gradient.
 With several optimizer steps per rollout, log-probs of the sampling weights are taken for all of them before the first,
 and every later step computes its prefixes again (the old ones are stale; using one raises).
 """
