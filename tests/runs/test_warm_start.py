@@ -86,3 +86,14 @@ def test_options_that_a_resume_may_change_do_not_lose_the_reference(tmp_path):
     assert train(resumed).steps == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.parametrize("family", ["tiny_qwen2_5_vl", "tiny_qwen3_vl"])
+def test_adapters_resume_with_the_tokenizer_and_the_start_that_they_had(tmp_path, family):
+    options = [f"output_dir={tmp_path / 'run'}", "warm_start.steps=1", "batch_size=2", "save_steps=1", "model.lora={}"]
+    for steps, resume in ((1, "null"), (2, "auto")):
+        recipe = packaged_recipe(family)
+        more = ["beta=0.1", f"max_steps={steps}", f"resume_from_checkpoint={resume}", "lr_scheduler_type=constant"]
+        train(load_config(recipe, [*options, *more]))
+    first, last = (tmp_path / "run" / f"checkpoint-{step}" / "tokenizer.json" for step in (1, 2))
+    assert first.read_bytes() == last.read_bytes()

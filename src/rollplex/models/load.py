@@ -35,15 +35,18 @@ class LoadedModel:
     processor: Any
 
 
-def load_model(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> LoadedModel:
+def load_model(
+    config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0, processor_path: Path | None = None
+) -> LoadedModel:
     """Load `config.path` or build `config.build`, cast to `config.dtype`, freeze and wrap as asked; in eval mode.
 
-    `texts` train the tokenizer of a built model; `seed` draws its weights and those of LoRA adapters. Raises ModelError
-    for a family without an adapter, files that are missing or cut short, weights that do not match the architecture
-    one to one, a processor of another model, and anything that `check_exact` refuses.
+    `texts` train the tokenizer of a built model, unless `processor_path` says where its processor was saved (rows may
+    have changed since); `seed` draws its weights and those of LoRA adapters. Raises ModelError for a family without an
+    adapter, files that are missing or cut short, weights that do not match the architecture one to one, a processor of
+    another model, and anything that `check_exact` refuses.
     """
     if config.build is not None:
-        loaded = _build(config, texts, seed)
+        loaded = _build(config, texts, seed, processor_path)
     else:
         assert config.path is not None  # ModelConfig holds exactly one of the two
         loaded = _load(config.path, DTYPES[config.dtype])
@@ -119,10 +122,13 @@ def check_weight_files(folder: Path) -> None:
             )
 
 
-def _build(config: ModelConfig, texts: Iterable[str], seed: int) -> LoadedModel:
+def _build(config: ModelConfig, texts: Iterable[str], seed: int, processor_path: Path | None) -> LoadedModel:
     build = config.build
     assert build is not None  # the caller looked
-    processor = build_processor(build.family, texts, build.vocab_size)
+    if processor_path is None:
+        processor = build_processor(build.family, texts, build.vocab_size)
+    else:
+        processor = _load_processor(str(processor_path))
     return LoadedModel(build_model(build, processor, seed=seed, dtype=DTYPES[config.dtype]), processor)
 
 
@@ -152,11 +158,14 @@ def _load(path: str, dtype: torch.dtype) -> LoadedModel:
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(f"the weights of {path} do not load: {_first_line(error)} (model.path)") from error
     _check_loading(path, info)
+    return LoadedModel(model, _load_processor(path))
+
+
+def _load_processor(path: str) -> Any:
     try:
-        processor = AutoProcessor.from_pretrained(path)
+        return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, TypeError, ImportError) as error:
-        raise ModelError(f"the processor of {path} does not load: {_first_line(error)} (model.path)") from error
-    return LoadedModel(model, processor)
+        raise ModelError(f"the processor of {path} does not load: {_first_line(error)}") from error
 
 
 def _names_a_folder(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,16 +43,14 @@ class Session:
         return [*ids, self.stop_token_ids[0]]
 
 
-def build_session(config: Config, model_path: str | None = None) -> Session:
-    """Task, model and processor of `config`; `model_path` loads the weights of a checkpoint or warm start instead."""
+def build_session(config: Config, *, processor_path: Path | None = None) -> Session:
+    """Task, model and processor of `config`. `processor_path`: the folder where a model that is built again was saved,
+    whose tokenizer it must keep."""
     _refuse_parallel(config.sharing)
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     task = build_task(config.data, config.data.split, config.run.seed)
-    model_config = config.model
-    if model_path is not None:
-        model_config = model_config.model_copy(update={"path": model_path, "build": None})
-    loaded = load_model(model_config, texts=task.texts(), seed=config.run.seed)
+    loaded = load_model(config.model, texts=task.texts(), seed=config.run.seed, processor_path=processor_path)
     prompts = PromptBuilder(loaded.processor, loaded.model.config, config.data)
     stops = _stop_ids(loaded, config)
     return Session(config, task, loaded, Policy(loaded.model), prompts, stops)

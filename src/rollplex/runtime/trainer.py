@@ -21,7 +21,7 @@ from rollplex.runtime.learner import Learner, StepOutcome
 from rollplex.runtime.run_folder import RunFolder, refuse_other_run
 from rollplex.runtime.session import PromptFeed, Session, build_session
 from rollplex.runtime.trackers import Trackers
-from rollplex.runtime.warm_model import ensure_warm_start
+from rollplex.runtime.warm_model import ensure_warm_start, kept_warm_start
 from rollplex.tasks.rewards import RewardRunner, TrainerState
 from rollplex.train.checkpoint import load_checkpoint, save_checkpoint
 from rollplex.train.checkpoint_folder import prune, recover
@@ -60,11 +60,13 @@ class Trainer:
         """Build everything and bring the weights to where training starts or resumes."""
         self.config, self.observer = config, observer
         self.resumed_from = resolve_resume(config.run)
-        self.session: Session = build_session(config)
+        needs_start = self.resumed_from is None or config.algorithm.beta > 0
+        kept = kept_warm_start(config) if needs_start else None
+        self.session: Session = build_session(config, processor_path=self.resumed_from or kept)
         policy = self.session.policy
         warmed = config.warm_start.steps > 0
-        if self.resumed_from is None or config.algorithm.beta > 0:
-            ensure_warm_start(self.session, self._on_warm_start_step)
+        if needs_start:
+            ensure_warm_start(self.session, kept, self._on_warm_start_step)
         self.reference = None
         if config.algorithm.beta > 0:
             self.reference = Reference(policy, adapters_are_fresh=not warmed)

@@ -23,32 +23,15 @@ SETTINGS = "warm_start.json"  # the configuration of the run that made it
 OnStep = Callable[[int, int, dict[str, float]], None]
 
 
-def ensure_warm_start(session: Session, on_step: OnStep) -> None:
-    """Bring the session's policy to its starting weights, by a supervised stage unless its result is there already.
+def kept_warm_start(config: Config) -> Path | None:
+    """The folder of the warm-started model of `config`, when this run or one whose options give the same weights has
+    made it before.
 
-    The result is kept in `warm_start.path` (absent: the run folder) and used again by any run whose options give the
-    same weights. Raises CheckpointError for a folder that is damaged or was made by other options, rather than
-    overwriting it.
+    Raises CheckpointError for a folder that is damaged or was made by other options, rather than overwriting it.
     """
-    config = session.config
-    if config.warm_start.steps == 0:
-        return
-    folder = Path(config.warm_start.path or Path(config.run.output_dir) / FOLDER)
-    if (folder / SETTINGS).is_file():
-        _reuse(session, folder)
-        return
-    feed = PromptFeed(session)
-    try:
-        warm_start(session.policy, feed.rows(), session.answer_ids, config, on_step)
-    finally:
-        feed.close()
-    with atomic_folder(folder.absolute()) as temporary:
-        save_pretrained(session.loaded.model, session.loaded.processor, temporary)
-        settings = json.dumps(config.model_dump(mode="json"), indent=1) + "\n"
-        (temporary / SETTINGS).write_text(settings, encoding="utf-8")
-
-
-def _reuse(session: Session, folder: Path) -> None:
+    folder = _folder(config)
+    if config.warm_start.steps == 0 or not (folder / SETTINGS).is_file():
+        return None
     try:
         verify_checksums(folder)
     except CheckpointError as error:
@@ -56,15 +39,39 @@ def _reuse(session: Session, folder: Path) -> None:
             f"the warm-started model in {folder} is damaged: remove that folder to have it made again ({error})"
         ) from error
     saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    changed = {key: values for key, values in changed_options(saved, session.config, folder).items() if _decides(key)}
+    changed = {key: values for key, values in changed_options(saved, config, folder).items() if _decides(key)}
     if changed:
         raise CheckpointError(
             f"{folder} holds a model that was warm-started with other options: {listed(changed)}; give another folder "
             "as warm_start.path, or remove this one"
         )
-    load_weights(folder, session.loaded.model)
-    session.policy.bump()
-    logger.info("using the warm-started model in %s", folder)
+    return folder
+
+
+def ensure_warm_start(session: Session, kept: Path | None, on_step: OnStep) -> None:
+    """Bring the session's policy to its starting weights: those in `kept`, or by a supervised stage whose result is
+    then kept in `warm_start.path` (absent: the run folder)."""
+    config, loaded = session.config, session.loaded
+    if config.warm_start.steps == 0:
+        return
+    if kept is not None:
+        load_weights(kept, loaded.model)
+        session.policy.bump()
+        logger.info("using the warm-started model in %s", kept)
+        return
+    feed = PromptFeed(session)
+    try:
+        warm_start(session.policy, feed.rows(), session.answer_ids, config, on_step)
+    finally:
+        feed.close()
+    with atomic_folder(_folder(config).absolute()) as temporary:
+        save_pretrained(loaded.model, loaded.processor, temporary)
+        settings = json.dumps(config.model_dump(mode="json"), indent=1) + "\n"
+        (temporary / SETTINGS).write_text(settings, encoding="utf-8")
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.warm_start.path or Path(config.run.output_dir) / FOLDER)
 
 
 def _decides(key: str) -> bool:

@@ -185,7 +185,8 @@ def _image(value: Any, where: str, base_dir: Path | None) -> Image.Image:
             image = _image_from_array(value, where)
         else:
             source = _bytes_or_path(value, where, base_dir, "a PIL image, an array, a path, bytes or {'bytes', 'path'}")
-            image = ImageOps.exif_transpose(Image.open(io.BytesIO(source) if isinstance(source, bytes) else source))
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as stored:
+                image = ImageOps.exif_transpose(stored)
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             # Pillow clips such values at 255: most of the picture would silently become white.
             raise MediaError(f"{where}: pixel mode {image.mode} is not 8 bits a channel; convert the image first")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rollplex.config import Config, RunConfig
 from rollplex.errors import CheckpointError
-from rollplex.train.checkpoint_folder import newest_complete
+from rollplex.train.checkpoint_folder import newest_complete, verify_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ MAY_CHANGE = frozenset(
 def resolve_resume(run: RunConfig) -> Path | None:
     """The checkpoint that `run.resume_from_checkpoint` means; None to start afresh ('auto' with no checkpoint yet).
 
-    Raises CheckpointError when a folder is named that is not there.
+    Raises CheckpointError when a folder is named that is not there, or not a whole checkpoint.
     """
     wanted = run.resume_from_checkpoint
     if wanted is None:
@@ -62,6 +62,7 @@ def resolve_resume(run: RunConfig) -> Path | None:
         newest = newest_complete(run.output_dir)
         hint = f"; the newest complete one is {newest}" if newest else ""
         raise CheckpointError(f"run.resume_from_checkpoint is {wanted}, which is no folder{hint}")
+    verify_sizes(folder)
     return folder
 
 
