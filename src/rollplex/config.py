@@ -235,7 +235,7 @@ class WarmStartConfig(Section):
     steps: int = Field(0, ge=0, description="Supervised steps; 0: none.")
     batch_size: int = Field(64, ge=1, description="Rows per supervised step.")
     learning_rate: float = Field(
-        1e-3, gt=0, description="Peak learning rate; linear warm-up over 5 %, then cosine to a tenth."
+        1e-3, gt=0, description="Peak learning rate; linear warm-up over 5 %, then cosine to 0."
     )
     answer_column: str = Field("answer", description="Column that holds the target text.")
     path: str | None = Field(

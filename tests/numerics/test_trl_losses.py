@@ -427,8 +427,9 @@ def test_rloo_advantages_with_kl_in_reward(case: str, beta: float) -> None:
     rollout = trl_rollout(data, rewards, cls=RLOOTrainer, beta=beta)
     kl = None
     if beta:
-        flat_kl = response_kl(data.packed(data.old), data.packed(data.ref), data.row_T, len(data.lengths), "k1")
-        kl = flat_kl.view(len(rewards), -1).tolist()
+        old, ref = (data.packed(part).split(list(data.lengths)) for part in (data.old, data.ref))
+        flat_kl = response_kl(old, ref, "k1")
+        kl = torch.tensor(flat_kl, dtype=torch.float64).view(len(rewards), -1).tolist()
     mine = compute_advantages(rewards, estimator=estimator_of("rloo"), beta=beta, kl=kl)
     flat = [value for group in mine.values for value in group]
     assert flat == pytest.approx(rollout.output["advantages"].tolist(), rel=TOLERANCE, abs=TOLERANCE)

@@ -20,7 +20,7 @@ from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.tasks.rewards import PendingScores, TrainerState
 from rollplex.trace import Span
 from rollplex.train.advantage import Advantages, compute_advantages, estimator_of, has_spread, reward_metrics
-from rollplex.train.kl import KlEstimator, token_kl
+from rollplex.train.kl import response_kl
 from rollplex.train.optimizer import PolicyOptimizer
 from rollplex.train.prefix_book import PrefixBook
 from rollplex.train.reference import Reference
@@ -177,7 +177,8 @@ class Learner:
         algorithm = self.config.algorithm
         kl = None
         if algorithm.kl_in_reward and frozen.old is not None and frozen.ref is not None:
-            kl = [_kl_sums(frozen, item.group.rollout_id, algorithm.kl_estimator) for item in raw]
+            ids = [item.group.rollout_id for item in raw]
+            kl = [response_kl(frozen.old[i], frozen.ref[i], algorithm.kl_estimator) for i in ids]
         masked = algorithm.mask_truncated_completions
         lengths = [
             [0 if masked and r.finish is FinishReason.LENGTH else len(r.token_ids) for r in item.group.responses]
@@ -204,10 +205,3 @@ def _trace_groups(
         complete_s = scores.submitted
         watch.record("decode", "decode", decode_began_s, complete_s, group=group.rollout_id)
         watch.record("reward", "reward", complete_s, complete_s + item.scores.seconds, group=group.rollout_id)
-
-
-def _kl_sums(frozen: FrozenLogps, rollout_id: int, estimator: KlEstimator) -> list[float]:
-    """KL of each response of a group, in nats."""
-    assert frozen.old is not None and frozen.ref is not None  # the caller checked
-    pairs = zip(frozen.old[rollout_id], frozen.ref[rollout_id], strict=True)
-    return [float(token_kl(old_R, ref_R, estimator).sum()) for old_R, ref_R in pairs]

@@ -31,8 +31,12 @@ class Trackers:
         self._open: list[Tracker] = []
         for name in config.run.report_to:  # all first, so that a missing one leaves none open
             _require(name)
-        for name in config.run.report_to:
-            self._open.append(_OPENERS[name](config, resume_step or 0))
+        try:
+            for name in config.run.report_to:
+                self._open.append(_OPENERS[name](config, resume_step or 0))
+        except BaseException:
+            self.close()
+            raise
 
     def log(self, report: StepReport) -> None:
         """Send one step's metrics to each."""

@@ -8,6 +8,7 @@ With d = logp - ref_logp of one token sampled by the policy (Schulman 2020, "App
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -28,11 +29,10 @@ def token_kl(logp_T: torch.Tensor, ref_logp_T: torch.Tensor, estimator: KlEstima
 
 
 def response_kl(
-    logp_T: torch.Tensor, ref_logp_T: torch.Tensor, row_T: torch.Tensor, num_rows: int, estimator: KlEstimator
-) -> torch.Tensor:
-    """(N,) KL estimate of whole responses in nats: the sum over their tokens, no gradient. For `kl_in_reward`.
-
-    `row_T` (int64) gives the response of each packed token.
-    """
-    kl_T = token_kl(logp_T.detach(), ref_logp_T, estimator)
-    return kl_T.new_zeros(num_rows).index_add(0, row_T, kl_T)
+    logps: Sequence[torch.Tensor], ref_logps: Sequence[torch.Tensor], estimator: KlEstimator
+) -> list[float]:
+    """KL estimate of each whole response in nats: the sum over its tokens. For `kl_in_reward`."""
+    pairs = zip(logps, ref_logps, strict=True)
+    sums = [token_kl(logp_R.detach(), ref_logp_R, estimator).sum() for logp_R, ref_logp_R in pairs]
+    values: list[float] = torch.stack(sums).tolist()
+    return values

@@ -24,6 +24,22 @@ def pack_by_tokens(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return packs
 
 
+def pack_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """As `pack_by_tokens` for sequences that are padded to the longest of their pack: padding counts too.
+
+    Example: pack_padded([2, 2, 5, 1], budget=6) == [[0, 1], [2], [3]]
+    """
+    packs: list[list[int]] = []
+    longest = 0
+    for item, length in enumerate(lengths):
+        longest = max(longest, length)
+        if not packs or longest * (len(packs[-1]) + 1) > budget:
+            packs.append([])
+            longest = length
+        packs[-1].append(item)
+    return packs
+
+
 def minibatches(groups: Sequence[ScoredGroup], steps: int) -> list[list[ScoredGroup]]:
     """`groups` in order, cut into `steps` runs whose sizes differ by at most one; empty runs are left out."""
     bounds = [len(groups) * step // steps for step in range(steps + 1)]

@@ -24,7 +24,7 @@ from rollplex.train.correction import MismatchStats, merge_stats, mismatch_corre
 from rollplex.train.full_sequence import full_sequence_logps
 from rollplex.train.loss import LossBatch, LossResult, LossSettings, LossTotals, policy_loss
 from rollplex.train.metric_sums import MetricSums, merge_metrics
-from rollplex.train.microbatch import Item, items_of, minibatches, pack_by_tokens
+from rollplex.train.microbatch import Item, items_of, minibatches, pack_by_tokens, pack_padded
 from rollplex.train.optimizer import PolicyOptimizer
 from rollplex.train.prefix_book import PackUse, PrefixBook
 from rollplex.train.reference import Reference
@@ -129,7 +129,7 @@ class Updater:
         if not self.train.share_prefix:
             items = items_of(groups, mask_truncated=self.algorithm.mask_truncated_completions)
             sizes = [item.scored.group.spec.num_tokens + len(item.tokens) for item in items]
-            for picked in pack_by_tokens(sizes, self.train.micro_batch_tokens):
+            for picked in pack_padded(sizes, self.train.micro_batch_tokens):
                 results.append(self._micro_batch(None, [items[i] for i in picked], frozen, totals))
             return merge_metrics(m for m, _ in results), [s for _, s in results]
         by_id = {scored.group.rollout_id: scored for scored in groups}
@@ -250,10 +250,12 @@ def _score(
     for use, members in work:
         scored = [ScoredGroup(g, (), {}, (0.0,) * len(g.responses)) for g in members]
         items = items_of(scored, mask_truncated=False)
-        prompt = 0 if use is not None else 1  # the full-sequence path carries each prompt along
-        sizes = [len(item.tokens) + prompt * item.scored.group.spec.num_tokens for item in items]
+        if use is not None:
+            picks = pack_by_tokens([len(item.tokens) for item in items], budget_tokens)
+        else:  # the full-sequence path carries each prompt along, and pads
+            picks = pack_padded([item.scored.group.spec.num_tokens + len(item.tokens) for item in items], budget_tokens)
         parts: dict[int, list[torch.Tensor]] = {group.rollout_id: [] for group in members}
-        for picked in pack_by_tokens(sizes, budget_tokens):
+        for picked in picks:
             chosen = [items[i] for i in picked]
             got = _item_logps(policy, use, chosen, temperature, with_grad=False)
             for item, part in zip(chosen, got.logps.split([len(i.tokens) for i in chosen]), strict=True):
