@@ -279,6 +279,8 @@ def _clean_errors(show_traceback: bool) -> Iterator[None]:
         stderr = Console(stderr=True, highlight=False, soft_wrap=True)
         for line in str(error).split("\n"):
             stderr.print(f"[bold red]{_heading(error)}[/] {escape(line)}")
+        for note in getattr(error, "__notes__", ()):
+            stderr.print(escape(note))
         raise typer.Exit(EXIT_MISTAKE if isinstance(error, _MISTAKES) else EXIT_FAILED) from error
     except KeyboardInterrupt as error:
         Console(stderr=True).print(

@@ -24,7 +24,7 @@ from rollplex.runtime.trackers import Trackers
 from rollplex.runtime.warm_model import ensure_warm_start, kept_warm_start
 from rollplex.tasks.rewards import RewardRunner, TrainerState
 from rollplex.train.checkpoint import load_checkpoint, save_checkpoint
-from rollplex.train.checkpoint_folder import prune, recover
+from rollplex.train.checkpoint_folder import prune, recover, step_of
 from rollplex.train.optimizer import PolicyOptimizer
 from rollplex.train.reference import Reference
 from rollplex.train.resume import resolve_resume
@@ -121,28 +121,34 @@ class Trainer:
         self._tell("on_run_end", result)
         return result
 
-    def save(self) -> Path:
-        """Write checkpoint-<step> and drop old ones beyond run.save_total_limit."""
+    def save(self, counters: Mapping[str, Any] | None = None) -> Path:
+        """Write checkpoint-<step> and drop old ones beyond run.save_total_limit. `counters` of an earlier moment may be
+        given while the weights are still those of that moment."""
         output_dir = Path(self.config.run.output_dir)
+        state = self._counters() if counters is None else counters
         folder = save_checkpoint(
-            output_dir / f"checkpoint-{self.step}",
+            output_dir / f"checkpoint-{state['step']}",
             model=self.session.loaded.model,
             processor=self.session.loaded.processor,
             optimizer=self.optimizer,
-            trainer_state={
-                "step": self.step,
-                "weight_version": self.session.policy.weight_version,
-                "position": self.feed.position,
-                "next_rollout_id": self.feed.next_rollout_id,
-                "num_tokens": self.num_tokens,
-                "dropped_rows": self.dropped_before + self.feed.dropped,
-                "seed": self.config.run.seed,
-            },
+            trainer_state=state,
             config=self.config,
         )
         prune(output_dir, self.config.run.save_total_limit)
         self._tell("on_checkpoint", folder)
         return folder
+
+    def _counters(self) -> dict[str, Any]:
+        """All that a resume needs beside weights and optimizer state."""
+        return {
+            "step": self.step,
+            "weight_version": self.session.policy.weight_version,
+            "position": self.feed.position,
+            "next_rollout_id": self.feed.next_rollout_id,
+            "num_tokens": self.num_tokens,
+            "dropped_rows": self.dropped_before + self.feed.dropped,
+            "seed": self.config.run.seed,
+        }
 
     def evaluate(self) -> dict[str, float]:
         """Greedy evaluation on data.eval_split."""
@@ -155,30 +161,57 @@ class Trainer:
         self.rewards.close()
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> RunResult:
-        config = self.config
         rewards: list[float] = []
         checkpoint: Path | None = self.resumed_from
         evaluated: dict[str, float] = {}
-        self._tell("on_run_start", config, config.train.max_steps)
-        while self.step < config.train.max_steps:
-            report, outcome = self.run_step()
-            evaluated = self._evaluate_if_due(self.step, config.run.eval_steps)
-            report = StepReport(report.step, {**report.metrics, **evaluated})
-            folder.log(report)
-            trackers.log(report)
-            self._tell("on_step", report)
-            if "reward" in report.metrics:
-                rewards.append(report.metrics["reward"])
-            if _due(self.step, config.run.log_completions_steps):
-                folder.log_completions(self.step, outcome.groups, outcome.texts)
-            if self.step in config.run.trace_steps:
-                folder.log_spans(outcome.spans)
-            if _due(self.step, config.run.save_steps) or self.step == config.train.max_steps:
-                checkpoint = self.save()
+        self._tell("on_run_start", self.config, self.config.train.max_steps)
+        reported = self._counters()
+        try:
+            while self.step < self.config.train.max_steps:
+                report, outcome = self.run_step()
+                evaluated = self._evaluate_if_due(self.step, self.config.run.eval_steps)
+                report = StepReport(report.step, {**report.metrics, **evaluated})
+                folder.log(report)
+                reported = self._counters()
+                if "reward" in report.metrics:
+                    rewards.append(report.metrics["reward"])
+                checkpoint = self._after_step(report, outcome, folder, trackers) or checkpoint
+        except BaseException as error:
+            self._rescue(reported, checkpoint, error)
+            raise
         evaluation = evaluated or self._evaluate_if_due(1, 1)  # the last step's, where it was due
-        result = RunResult(Path(config.run.output_dir), self.step, tuple(rewards), checkpoint, evaluation)
+        result = RunResult(Path(self.config.run.output_dir), self.step, tuple(rewards), checkpoint, evaluation)
         folder.finish(evaluation)
         return result
+
+    def _after_step(
+        self, report: StepReport, outcome: StepOutcome, folder: RunFolder, trackers: Trackers
+    ) -> Path | None:
+        """Everything that a finished step is told to; the checkpoint if one was due."""
+        run = self.config.run
+        trackers.log(report)
+        self._tell("on_step", report)
+        if _due(self.step, run.log_completions_steps):
+            folder.log_completions(self.step, outcome.groups, outcome.texts)
+        if self.step in run.trace_steps:
+            folder.log_spans(outcome.spans)
+        if _due(self.step, run.save_steps) or self.step == self.config.train.max_steps:
+            return self.save()
+        return None
+
+    def _rescue(self, reported: Mapping[str, Any], checkpoint: Path | None, error: BaseException) -> None:
+        """Keep the steps since the last checkpoint when a run ends early and the weights are still those of its last
+        reported step. Never hides `error`."""
+        untouched = reported["weight_version"] == self.session.policy.weight_version
+        saved = step_of(checkpoint) if checkpoint is not None else None
+        if reported["step"] == 0 or reported["step"] == saved or not untouched or isinstance(error, CheckpointError):
+            return
+        try:
+            folder = self.save(reported)
+        except Exception as second:  # the disk may be what failed in the first place
+            error.add_note(f"the steps since the last checkpoint could not be saved either: {second}")
+        else:
+            error.add_note(f"the run so far is in {folder}; go on with run.resume_from_checkpoint=auto")
 
     def _evaluate_if_due(self, step: int, every: int) -> dict[str, float]:
         if self.config.data.eval_split is None or not _due(step, every):

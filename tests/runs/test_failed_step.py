@@ -1,0 +1,62 @@
+"""A run that fails in the middle of a step keeps every finished step, and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rollplex.config import Config
+from rollplex.errors import RewardError
+from rollplex.runtime.trainer import train
+
+FAIL_AT = "ROLLPLEX_TEST_FAIL_AT"  # the reward's file is loaded as a module of its own: no variable is shared with it
+
+
+def failing_reward(completion_ids, trainer_state, **_):
+    """Raises in the step named by the test."""
+    if os.environ.get(FAIL_AT) == str(trainer_state.global_step):
+        raise OSError("the answer key is on a disk that went away")
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def _config(output_dir: Path, resume: str | None = None):
+    return Config.model_validate(
+        {
+            "run": {"output_dir": str(output_dir), "num_threads": 1, "log_completions_steps": 0, "save_steps": 0,
+                    "resume_from_checkpoint": resume},
+            "model": {"build": {"family": "qwen2_5_vl"}},
+            "data": {"task": "mixed", "image_size": 56},
+            "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 4},
+            "rewards": {"reward_funcs": [f"{__file__}:failing_reward"]},
+            "train": {"max_steps": 4, "learning_rate": 1e-3},
+        }
+    )  # fmt: skip
+
+
+def _steps(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_failure_in_a_step_keeps_the_steps_before_and_resumes_bitwise(tmp_path, monkeypatch):
+    train(_config(tmp_path / "whole"))
+    monkeypatch.setenv(FAIL_AT, "2")
+    with pytest.raises(RewardError, match="answer key") as caught:
+        train(_config(tmp_path / "run"))
+    assert any("checkpoint-2" in note for note in caught.value.__notes__)
+    assert _steps(tmp_path / "run") == [1, 2]
+    monkeypatch.delenv(FAIL_AT)
+    train(_config(tmp_path / "run", "auto"))
+    assert _steps(tmp_path / "run") == [1, 2, 3, 4]
+    whole, resumed = (load_file(tmp_path / r / "checkpoint-4" / "model.safetensors") for r in ("whole", "run"))
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+
+
+def test_failure_in_the_first_step_leaves_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv(FAIL_AT, "0")
+    with pytest.raises(RewardError):
+        train(_config(tmp_path / "run"))
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
