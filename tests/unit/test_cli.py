@@ -185,6 +185,8 @@ def test_ctrl_c_ends_with_130_and_a_word_on_resuming(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job ignores SIGINT, and so would everything that it starts, this test included.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads here
     )
     try:
         metrics = tmp_path / "out/metrics.jsonl"

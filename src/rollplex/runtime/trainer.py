@@ -165,19 +165,20 @@ class Trainer:
         checkpoint: Path | None = self.resumed_from
         evaluated: dict[str, float] = {}
         self._tell("on_run_start", self.config, self.config.train.max_steps)
-        reported = self._counters()
+        reported, updates = self._counters(), self.optimizer.num_steps
         try:
             while self.step < self.config.train.max_steps:
                 report, outcome = self.run_step()
                 evaluated = self._evaluate_if_due(self.step, self.config.run.eval_steps)
                 report = StepReport(report.step, {**report.metrics, **evaluated})
                 folder.log(report)
-                reported = self._counters()
+                reported, updates = self._counters(), self.optimizer.num_steps
                 if "reward" in report.metrics:
                     rewards.append(report.metrics["reward"])
                 checkpoint = self._after_step(report, outcome, folder, trackers) or checkpoint
         except BaseException as error:
-            self._rescue(reported, checkpoint, error)
+            if updates == self.optimizer.num_steps:  # no weight has moved since
+                self._rescue(reported, checkpoint, error)
             raise
         evaluation = evaluated or self._evaluate_if_due(1, 1)  # the last step's, where it was due
         result = RunResult(Path(self.config.run.output_dir), self.step, tuple(rewards), checkpoint, evaluation)
@@ -200,11 +201,9 @@ class Trainer:
         return None
 
     def _rescue(self, reported: Mapping[str, Any], checkpoint: Path | None, error: BaseException) -> None:
-        """Keep the steps since the last checkpoint when a run ends early and the weights are still those of its last
-        reported step. Never hides `error`."""
-        untouched = reported["weight_version"] == self.session.policy.weight_version
+        """Keep the steps since the last checkpoint of a run that ends early. Never hides `error`."""
         saved = step_of(checkpoint) if checkpoint is not None else None
-        if reported["step"] == 0 or reported["step"] == saved or not untouched or isinstance(error, CheckpointError):
+        if reported["step"] in (0, saved) or isinstance(error, CheckpointError):
             return
         try:
             folder = self.save(reported)

@@ -100,13 +100,13 @@ class PolicyOptimizer:
                 "were not changed. Lower train.learning_rate (in the warm start: warm_start.learning_rate) and go on "
                 "from an earlier checkpoint, or use model.dtype=float32"
             )
+        self.num_steps += 1  # before the first weight moves: who finds the old count finds the old weights
         self.adamw.step()
         with torch.no_grad():
             for name, weight in self.weights.items():
                 if self.masters[name] is not weight:
                     weight.copy_(self.masters[name])
         self.drop_gradients()
-        self.num_steps += 1
         return OptimizerStep(norm, rate)
 
     def drop_gradients(self) -> None:
