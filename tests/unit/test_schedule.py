@@ -178,6 +178,11 @@ def _check_memory(recorder: Recorder, spec: StepSpec, cap: int) -> int:
     return peak
 
 
+def _smallest_cap(name: str, spec: StepSpec) -> int:
+    orders = [stage_order(spec)] + ([group_order(spec)] if name == "stream" else [])
+    return min(peak_of_rest(StepState(spec, Limits()), order)[0] for order in orders)
+
+
 @given(st.data(), st.sampled_from(sorted(SCHEDULES)), _specs())
 def test_every_task_once_and_after_its_needs(data: st.DataObject, name: str, spec: StepSpec) -> None:
     assume(_runs(name, spec))
@@ -198,8 +203,7 @@ def test_the_smallest_cap_is_enough_and_one_byte_less_is_refused(
     data: st.DataObject, name: str, spec: StepSpec
 ) -> None:
     assume(_runs(name, spec))
-    order = group_order(spec) if name == "stream" else stage_order(spec)
-    smallest, _ = peak_of_rest(StepState(spec, Limits()), order)
+    smallest = _smallest_cap(name, spec)
     cap = smallest + data.draw(st.sampled_from([0, 0, 1, 5, 20]))
     limits = Limits(
         decode=data.draw(st.none() | st.integers(1, 2)), window=data.draw(st.integers(0, 3)), memory_bytes=cap
@@ -269,8 +273,7 @@ def test_each_schedule_hides_more() -> None:
 @given(st.data(), st.sampled_from(sorted(SCHEDULES)), _specs())
 def test_window_beside_decoding_and_main_alone(data: st.DataObject, name: str, spec: StepSpec) -> None:
     assume(_runs(name, spec))
-    order = group_order(spec) if name == "stream" else stage_order(spec)
-    cap = peak_of_rest(StepState(spec, Limits()), order)[0] + data.draw(st.integers(0, 20))
+    cap = _smallest_cap(name, spec) + data.draw(st.integers(0, 20))
     slots = data.draw(st.none() | st.integers(1, 2))
     limits = Limits(
         decode=slots, window=data.draw(st.integers(0, 2)), memory_bytes=data.draw(st.sampled_from([None, cap]))
@@ -292,14 +295,35 @@ def _seconds(spec: StepSpec, rows: dict[Phase, tuple[float, float]]) -> Duration
     return lambda task: rows.get(task.phase, (1.0, 1.0))[task.group or 0]
 
 
+def test_a_boundary_never_takes_the_room_of_a_rollout() -> None:
+    """No boundary may keep a group from decoding: a prefix of group 0 that ran beside decoding would be held until the
+    slow rewards of group 0 are there, and group 1 could only then be decoded and rewarded."""
+    spec = StepSpec(
+        num_groups=2,
+        holds=(
+            Hold("rollout kv", Phase.PREFILL, (Phase.DECODE,), (2, 3)),
+            Hold("boundary", Phase.ACTOR_PREFIX, (Phase.PREFIX_BACKWARD,), (1, 1)),
+        ),
+    )
+    seconds, limits = _seconds(spec, {Phase.DECODE: (2.0, 2.0), Phase.REWARD: (10.0, 10.0)}), Limits(memory_bytes=3)
+    times = [_play(name, spec, limits, seconds).inner.makespan_s for name in ("serial", "rollplex", "stream")]
+    assert times == [20.0, 20.0, 20.0]
+
+
 def test_overlap_can_lose_under_a_memory_cap() -> None:
-    """A counterexample to "more overlap is never slower": a prefix that started beside decoding keeps the prefill of a
-    group waiting that found no room before, and its rewards come later."""
-    spec = StepSpec(num_groups=2, holds=(Hold("rollout kv", Phase.PREFILL, (Phase.DECODE,), (2, 2)),))
-    seconds = _seconds(spec, {Phase.ACTOR_PREFIX: (3.0, 1.0), Phase.REWARD: (1.0, 10.0)})
-    limits = Limits(memory_bytes=2)
-    times = [_play(name, spec, limits, seconds).inner.makespan_s for name in ("serial", "rollplex")]
-    assert times == [18.0, 20.0]
+    """A counterexample to "more overlap is never slower": rollouts still fit one by one beside a boundary that is held
+    early, but no longer two at once, and the slow rewards of group 1 begin later."""
+    spec = StepSpec(
+        num_groups=3,
+        holds=(
+            Hold("rollout kv", Phase.PREFILL, (Phase.DECODE,), (2, 3, 1)),
+            Hold("boundary", Phase.ACTOR_PREFIX, (Phase.PREFIX_BACKWARD,), (3, 1, 3)),
+        ),
+    )
+    rows = {Task(Phase.DECODE, 1): 2.0, Task(Phase.DECODE, 2): 3.0, Task(Phase.REWARD, 1): 10.0}
+    limits = Limits(memory_bytes=4)
+    times = [_play(name, spec, limits, lambda t: rows.get(t, 1.0)).inner.makespan_s for name in ("serial", "rollplex")]
+    assert times == [23.0, 25.0]
 
 
 def test_overlap_can_lose_with_several_passes_at_once() -> None:
@@ -532,3 +556,15 @@ def test_stream_refuses_what_the_configuration_says(algorithm: dict[str, object]
     with pytest.raises(ConfigError, match="schedule 'stream'"):
         schedule_named("stream").check(spec, Limits())
     schedule_named("rollplex").check(spec, Limits())
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_group_that_finds_room_later_is_prefilled_beside_those_that_decode(name: str) -> None:
+    """As engines do; were it held back under `serial`, hoisting would be credited with more than it hides."""
+    spec = StepSpec(num_groups=3, holds=(Hold("rollout kv", Phase.PREFILL, (Phase.DECODE,), (1, 1, 1)),))
+    rows = {Task(Phase.DECODE, 1): 9.0}
+    recorder = _play(name, spec, Limits(memory_bytes=2), lambda task: rows.get(task, 1.0))
+    spans = {(span.name, span.group): (span.start_s, span.lane) for span in recorder.inner.spans}
+    assert spans[Phase.PREFILL, 2] == (3.0, Lane.DECODE)  # two prefills, then group 0 decodes for 1 s
+    assert spans[Phase.DECODE, 2] == (4.0, Lane.DECODE)
+    assert spans[Phase.DECODE, 1] == (2.0, Lane.DECODE)

@@ -31,7 +31,7 @@ class Rollplex:
         turn = Turn(state, stage_order(state.spec))
         turn.offer_rewards()
         if not state.all_done(Phase.DECODE):
-            turn.offer_rollout(prefill_beside_decode=True)
+            turn.offer_rollout()
             for task in turn.pending(Phase.REF_PREFIX) + turn.pending(Phase.ACTOR_PREFIX):
                 turn.offer_pass(task)
         else:

@@ -8,7 +8,7 @@ from rollplex.schedule.turn import Turn, check_memory, stage_order
 
 
 class Serial:
-    """No pass beside decoding. With PrefixMode.WHOLE it is what today's frameworks do.
+    """No pass beside decoding but the engine's own prefill. With PrefixMode.WHOLE it is what today's frameworks do.
 
     Groups are scored and trained on in their own order, whatever the order in which they were complete.
     """
@@ -24,7 +24,7 @@ class Serial:
         turn = Turn(state, stage_order(state.spec))
         turn.offer_rewards()
         if not state.all_done(Phase.DECODE):
-            turn.offer_rollout(prefill_beside_decode=False)
+            turn.offer_rollout()
         else:
             turn.offer_next()
         return tuple(turn.launches)

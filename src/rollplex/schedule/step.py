@@ -33,7 +33,7 @@ class Lane(StrEnum):
     """Where a task runs. Lanes run beside each other; each has a number of slots (`Limits`)."""
 
     MAIN = "main"  # passes that have the device to themselves: all cores, or the default stream
-    DECODE = "decode"  # high priority; its tasks are the groups that one engine decodes together
+    DECODE = "decode"  # high priority: the groups that one engine decodes together, and prefills while it decodes
     WINDOW = "window"  # low priority: passes beside DECODE
     REWARD = "reward"  # threads of reward functions; no device
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from rollplex.errors import ConfigError
-from rollplex.schedule.spec import PER_STEP, AdvantageScope, Phase, StepSpec
+from rollplex.schedule.spec import PER_STEP, AdvantageScope, Phase, StepSpec, Task
 from rollplex.schedule.step import Launch, Limits, StepState
-from rollplex.schedule.turn import Turn, check_memory, group_order
+from rollplex.schedule.turn import Turn, check_memory, group_order, stage_order
 
 
 class Scale(StrEnum):
@@ -48,6 +48,12 @@ _URGENCY = (
 )
 
 
+def _orders(spec: StepSpec) -> tuple[tuple[Task, ...], ...]:
+    """Rollouts of all groups first where they fit together, so that no boundary takes the room of a rollout; else one
+    group to its end before the next is begun, which needs the least."""
+    return stage_order(spec), group_order(spec)
+
+
 class Stream:
     """Any pass of any group runs as soon as its needs are done, beside decoding while there is decoding."""
 
@@ -71,13 +77,13 @@ class Stream:
                 "schedule 'stream' trains on a group at once; with algorithm.dynamic_sampling=resample the last round "
                 "decides which groups, if any, the step learns from; turn it off, or use schedule 'rollplex'"
             )
-        check_memory(self.name, spec, limits, group_order(spec))
+        check_memory(self.name, spec, limits, *_orders(spec))
 
     def ready(self, state: StepState) -> tuple[Launch, ...]:
         """The rollout first; then what is most urgent."""
-        turn = Turn(state, group_order(state.spec))
+        turn = Turn(state, *_orders(state.spec))
         turn.offer_rewards()
-        turn.offer_rollout(prefill_beside_decode=True)
+        turn.offer_rollout()
         for phase in _URGENCY:
             for task in turn.pending(phase):
                 turn.offer_pass(task)

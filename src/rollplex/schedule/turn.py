@@ -1,8 +1,9 @@
 """One decision of a schedule: launches offered one by one, each taken only if it may start and the step still ends.
 
-Memory cannot deadlock a step. A launch is taken only while the rest of the step, run one task after another in the
-schedule's own order once all running tasks have ended, stays under the cap. So whenever nothing runs, the next task of
-that order may start, and what is hoisted never takes the room that something else must have.
+Memory cannot deadlock a step. A launch is taken only while the rest of the step, run one task after another in one of
+the schedule's orders once all running tasks have ended, stays under the cap: in the first order for which that holds
+without the launch. So whenever nothing runs, the next task of that order may start, and what is hoisted never takes the
+room that something else must have.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def peak_of_rest(state: StepState, order: Sequence[Task]) -> tuple[int, Task | N
     return peak, where
 
 
-def check_memory(name: str, spec: StepSpec, limits: Limits, order: Sequence[Task]) -> None:
-    """Raises ConfigError, with the smallest cap that works, when `order` does not fit even one task at a time."""
-    peak, where = peak_of_rest(StepState(spec, limits), order)
+def check_memory(name: str, spec: StepSpec, limits: Limits, *orders: Sequence[Task]) -> None:
+    """Raises ConfigError, with the smallest cap that works, when none of `orders` fits even one task at a time."""
+    peak, where = min((peak_of_rest(StepState(spec, limits), order) for order in orders), key=lambda found: found[0])
     if limits.memory_bytes is not None and peak > limits.memory_bytes:
         raise ConfigError(
             f"schedule {name!r} needs at least {peak} bytes for {spec.num_groups} groups (reached at {where}), "
@@ -57,10 +58,13 @@ def check_memory(name: str, spec: StepSpec, limits: Limits, order: Sequence[Task
 
 
 class Turn:
-    """Collects the launches of one `Schedule.ready`; `state` is the state as if they had started."""
+    """Collects the launches of one `Schedule.ready`; `state` is the state as if they had started.
 
-    def __init__(self, state: StepState, order: Sequence[Task]):
-        self.state, self.order = state, order
+    orders: ways in which the schedule could run the step one task at a time, the preferred first.
+    """
+
+    def __init__(self, state: StepState, *orders: Sequence[Task]):
+        self.state, self.orders, self.order = state, orders, orders[0]
         self.launches: list[Launch] = []
 
     def offer(self, task: Task, lane: Lane) -> bool:
@@ -70,8 +74,10 @@ class Turn:
             return False
         after = self.state.launch(launch)
         cap = self.state.limits.memory_bytes
-        if cap is not None and peak_of_rest(after, self.order)[0] > cap:
-            return False
+        if cap is not None:
+            order = next((o for o in self.orders if peak_of_rest(self.state, o)[0] <= cap), self.order)
+            if peak_of_rest(after, order)[0] > cap:
+                return False
         self.state = after
         self.launches.append(launch)
         return True
@@ -87,17 +93,25 @@ class Turn:
         for task in self.pending(Phase.REWARD):
             self.offer(task, Lane.REWARD)
 
-    def offer_rollout(self, *, prefill_beside_decode: bool) -> None:
-        """Prefills while one can start, as they are bound by compute; decoding as soon as none can.
+    def offer_rollout(self) -> None:
+        """Prefills first, as they are bound by compute; decoding as soon as none can start. The same in every schedule.
 
-        Once groups decode, a further one joins them when its prefill is done.
+        Once groups decode, one that finds room later is prefilled by the engine beside them, in their lane.
         """
-        if prefill_beside_decode or not self.state.running_in(Lane.DECODE):
-            for task in self.pending(Phase.PREFILL):
-                self.offer_pass(task)
-        prefilling = any(launch.task.phase is Phase.PREFILL for launch in self.state.running)
-        if prefilling and not self.state.running_in(Lane.DECODE):
+        if self.state.running_in(Lane.MAIN):
             return
+        if self.state.running_in(Lane.DECODE) or self.state.running_in(Lane.WINDOW):
+            self._offer_decodes()
+            if not any(launch.task.phase is Phase.PREFILL for launch in self.state.running):
+                self._offer_prefill(Lane.DECODE)
+        elif not self._offer_prefill(Lane.MAIN):
+            self._offer_decodes()
+
+    def _offer_prefill(self, lane: Lane) -> bool:
+        """Offer one: the first group that fits."""
+        return any(self.offer(task, lane) for task in self.pending(Phase.PREFILL))
+
+    def _offer_decodes(self) -> None:
         for task in self.pending(Phase.DECODE):
             self.offer(task, Lane.DECODE)
 
