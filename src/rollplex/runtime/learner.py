@@ -21,11 +21,12 @@ from rollplex.tasks.rewards import PendingScores, TrainerState
 from rollplex.trace import Span
 from rollplex.train.advantage import Advantages, compute_advantages, estimator_of, has_spread, reward_metrics
 from rollplex.train.kl import response_kl
+from rollplex.train.microbatch import counts_in_loss
 from rollplex.train.optimizer import PolicyOptimizer
 from rollplex.train.prefix_book import PrefixBook
 from rollplex.train.reference import Reference
 from rollplex.train.update import FrozenLogps, Updater
-from rollplex.types import FinishReason, Group, ScoredGroup
+from rollplex.types import Group, ScoredGroup
 
 NextSlots = Callable[[int], list[Slot]]
 """Number of prompts -> that many new slots."""
@@ -181,7 +182,7 @@ class Learner:
             kl = [response_kl(frozen.old[i], frozen.ref[i], algorithm.kl_estimator) for i in ids]
         masked = algorithm.mask_truncated_completions
         lengths = [
-            [0 if masked and r.finish is FinishReason.LENGTH else len(r.token_ids) for r in item.group.responses]
+            [len(r.token_ids) if counts_in_loss(r, mask_truncated=masked) else 0 for r in item.group.responses]
             for item in raw
         ]
         return compute_advantages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollplex.types import FinishReason, ScoredGroup
+from rollplex.types import FinishReason, Response, ScoredGroup
 
 
 def pack_by_tokens(sizes: Sequence[int], budget: int) -> list[list[int]]:
@@ -65,10 +65,15 @@ class Item:
         return self.scored.advantages[self.index]
 
 
+def counts_in_loss(response: Response, *, mask_truncated: bool) -> bool:
+    """Whether a response counts: all do, save those cut at the length limit under mask_truncated_completions."""
+    return not (mask_truncated and response.finish is FinishReason.LENGTH)
+
+
 def items_of(groups: Sequence[ScoredGroup], *, mask_truncated: bool) -> list[Item]:
     """All responses of `groups` in order."""
     return [
-        Item(scored, index, not (mask_truncated and response.finish is FinishReason.LENGTH))
+        Item(scored, index, counts_in_loss(response, mask_truncated=mask_truncated))
         for scored in groups
         for index, response in enumerate(scored.group.responses)
     ]
