@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from rollplex.models.adapter import VisionFeatures, VlmAdapter, adapter_for
+from rollplex.models.lease import WeightLease
+from rollplex.models.ranks import ALONE, TensorRanks
 from rollplex.types import PromptSpec
 
 # Features of a frozen tower that are kept, in bytes; the oldest go first.
@@ -49,10 +51,11 @@ class Policy:
     `encode_calls` counts prompts whose media went through the vision tower (metric vision/encode_calls).
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, ranks: TensorRanks = ALONE):
         self.model = model
-        self.adapter: VlmAdapter = adapter_for(model)
+        self.adapter: VlmAdapter = adapter_for(model, ranks)
         self.weight_version = 0
+        self.lease = WeightLease()
         self.encode_calls = 0
         self.vision_frozen = not any(p.requires_grad for p in self.adapter.visual.parameters())
         self.vision_cache = VisionCache()

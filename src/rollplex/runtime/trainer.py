@@ -75,7 +75,8 @@ class Trainer:
         self.step = 0
         self.num_tokens = 0.0
         self.dropped_before = 0  # rows left out before the checkpoint that this run resumed from
-        position = next_rollout_id = 0
+        # RL goes on where the warm start stopped in the data: rows that it has been given the answers of teach little.
+        position, next_rollout_id = config.warm_start.steps * config.warm_start.batch_size, 0
         if self.resumed_from is not None:
             position, next_rollout_id = self._restore(self.resumed_from)
         self.rewards = RewardRunner(config.rewards, self.session.task.reward_funcs)

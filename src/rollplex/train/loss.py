@@ -84,6 +84,17 @@ class LossTotals:
         whole = tokens if rollout_tokens is None else rollout_tokens
         return cls(len(lengths), tokens, max(whole, 1) / steps_per_generation)
 
+    @classmethod
+    def deferred(cls, num_rows: int) -> LossTotals:
+        """Of a step whose tokens are not all sampled yet, the only one of its rollout: a loss that divides by tokens
+        comes out undivided, and its gradient and value are to be multiplied by `deferred_scale` at the end."""
+        return cls(num_rows, 1, 1.0)
+
+    def deferred_scale(self, loss_type: LossType) -> float:
+        """The factor that a loss computed with `deferred` lacks, once these totals are known."""
+        by_tokens = loss_type in ("bnpo", "reinforce_pp", "dapo", "cispo")
+        return 1.0 / max(self.num_tokens, 1) if by_tokens else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:

@@ -84,6 +84,12 @@ class PolicyOptimizer:
             if id(weight) in wanted and master.grad is None:
                 master.grad = torch.zeros_like(master)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all accumulated gradients: the normalisation of a loss that was not known before its last group."""
+        for master in self.masters.values():
+            if master.grad is not None:
+                master.grad.mul_(factor)
+
     def step(self) -> OptimizerStep:
         """Clip, update, write 16-bit weights from their masters, drop the gradients.
 

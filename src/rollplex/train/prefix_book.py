@@ -18,6 +18,11 @@ class PackUse:
 
     pack: PrefixPack
     numbers: dict[int, int]  # rollout id -> number in the pack
+    per_response: bool = False  # the pack holds a prompt once per response, one after another from its number on
+
+    def number(self, rollout_id: int, response: int) -> int:
+        """The prompt in the pack that a response continues."""
+        return self.numbers[rollout_id] + (response if self.per_response else 0)
 
 
 class PrefixBook:

@@ -1,10 +1,11 @@
 """From scored groups to new weights: scoring passes, two-stage backward, optimizer steps.
 
 One optimizer step is
-    for each pack of prompts:  for each micro-batch of its responses: response forward, loss, backward
-                               one prefix backward
-    clip, AdamW, weight version + 1
-Losses are sums with normalisers known beforehand: any partition into packs and micro-batches gives the same gradient.
+    for each pack of prompts:  for each micro-batch of its responses: response forward, loss, backward  (`respond`)
+                               one prefix backward                                                 (`push_prefix`)
+    clip, AdamW, weight version + 1                                                                     (`apply`)
+Losses are sums with normalisers known beforehand (or one common factor that `apply` takes): any partition into packs
+and micro-batches gives the same gradient. `Updater.update` is the whole in order; a schedule calls the parts.
 With several optimizer steps per rollout, log-probs of the sampling weights are taken for all of them before the first,
 and every later step computes its prefixes again (the old ones are stale; using one raises).
 """
@@ -25,7 +26,7 @@ from rollplex.train.full_sequence import full_sequence_logps
 from rollplex.train.loss import LossBatch, LossResult, LossSettings, LossTotals, policy_loss
 from rollplex.train.metric_sums import MetricSums, merge_metrics
 from rollplex.train.microbatch import Item, items_of, minibatches, pack_by_tokens, pack_padded
-from rollplex.train.optimizer import PolicyOptimizer
+from rollplex.train.optimizer import OptimizerStep, PolicyOptimizer
 from rollplex.train.prefix_book import PackUse, PrefixBook
 from rollplex.train.reference import Reference
 from rollplex.train.response import GroupTokens, response_logps
@@ -33,6 +34,9 @@ from rollplex.types import Group, ScoredGroup
 
 Logps = Mapping[int, tuple[torch.Tensor, ...]]
 """Rollout id -> log-probs of each of its responses."""
+
+PassResult = tuple[MetricSums, MismatchStats]
+"""What one micro-batch of responses was measured at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,50 +70,91 @@ class Updater:
     def old_logps(self, groups: Sequence[Group], book: PrefixBook | None) -> Logps:
         """Log-probs under the policy's present weights, on the rollout's own prefixes."""
         uses = None if book is None else book.uses([group.rollout_id for group in groups])
-        return _score(self.policy, groups, uses, self.temperature, self.train.micro_batch_tokens)
+        return self.score(self.policy, groups, uses)
 
     def reference_logps(self, groups: Sequence[Group]) -> Logps:
         """Log-probs under the reference; its prefixes are computed once per prompt and then released."""
         assert self.reference is not None  # the caller asked
-        budget = self.train.micro_batch_tokens
-        with self.reference.active() as policy:
-            uses = _fresh_uses(policy, groups, budget, "none") if self.train.share_prefix else None
-            return _score(policy, groups, uses, self.temperature, budget)
+        policy, budget = self.reference.policy, self.train.micro_batch_tokens
+        uses = _fresh_uses(policy, groups, budget, "none") if self.train.share_prefix else None
+        return self.score(policy, groups, uses)
+
+    def score(self, policy: Policy, groups: Sequence[Group], uses: Iterable[PackUse] | None) -> Logps:
+        """Log-probs of all responses under `policy`, without gradient; `uses` None: by the full-sequence path."""
+        return _score(policy, groups, uses, self.temperature, self.train.micro_batch_tokens)
 
     def update(self, groups: Sequence[ScoredGroup], book: PrefixBook | None, frozen: FrozenLogps) -> dict[str, float]:
         """All optimizer steps of one rollout; metrics of their union. Gradients never outlive an error."""
         parts: list[MetricSums] = []
         stats: list[MismatchStats] = []
-        norms: list[float] = []
+        done: list[OptimizerStep] = []
         items = items_of(groups, mask_truncated=self.algorithm.mask_truncated_completions)
         rollout_tokens = sum(len(item.tokens) for item in items if item.counts)
         steps = minibatches(groups, self.algorithm.steps_per_generation)
-        rate = 0.0
         try:
             for epoch in range(self.algorithm.num_iterations):
                 for minibatch in steps:
-                    own = items_of(minibatch, mask_truncated=self.algorithm.mask_truncated_completions)
-                    totals = LossTotals.of_step(
-                        [len(item.tokens) for item in own],
-                        [item.counts for item in own],
-                        rollout_tokens=rollout_tokens,
-                        steps_per_generation=len(steps),
-                    )
+                    totals = self.totals(minibatch, rollout_tokens=rollout_tokens, num_minibatches=len(steps))
                     got = self._accumulate(minibatch, book, frozen, totals)
-                    parts.append(got[0])
-                    stats += got[1] if epoch == 0 else []
-                    self.optimizer.fill_gradients(self._reached_by(minibatch))
-                    step = self.optimizer.step()
-                    self.policy.bump()
-                    norms.append(step.grad_norm)
-                    rate = step.learning_rate
+                    parts += [metrics for metrics, _ in got]
+                    stats += [stat for _, stat in got] if epoch == 0 else []
+                    done.append(self.apply(minibatch))
         except BaseException:
             self.optimizer.drop_gradients()
             raise
-        metrics = merge_metrics(parts).values() | merge_stats(stats).metrics()
-        for name in ("loss", "policy_loss"):  # sums over optimizer steps: report their mean
-            metrics[name] = metrics.get(name, 0.0) / len(norms)
-        return metrics | {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
+        return update_metrics(parts, stats, done)
+
+    def totals(
+        self, groups: Sequence[ScoredGroup], *, rollout_tokens: int | None = None, num_minibatches: int = 1
+    ) -> LossTotals:
+        """Sizes of the optimizer step over `groups`; rollout_tokens: counted tokens of the whole rollout."""
+        items = items_of(groups, mask_truncated=self.algorithm.mask_truncated_completions)
+        return LossTotals.of_step(
+            [len(item.tokens) for item in items],
+            [item.counts for item in items],
+            rollout_tokens=rollout_tokens,
+            steps_per_generation=num_minibatches,
+        )
+
+    def respond(
+        self, use: PackUse | None, groups: Sequence[ScoredGroup], frozen: FrozenLogps, totals: LossTotals
+    ) -> list[PassResult]:
+        """All response passes of `groups`, forward and backward: gradients are left in the parameters and, with a pack,
+        in its boundary accumulators. `use` None: whole sequences.
+
+        Groups that cannot move the weights (all advantages 0, no KL in the loss) only run forward, for the metrics.
+        """
+        results = []
+        masked = self.algorithm.mask_truncated_completions
+        if use is None:
+            items = items_of(groups, mask_truncated=masked)
+            sizes = [item.scored.group.spec.num_tokens + len(item.tokens) for item in items]
+            for picked in pack_padded(sizes, self.train.micro_batch_tokens):
+                results.append(self._micro_batch(None, [items[i] for i in picked], frozen, totals))
+            return results
+        for part in ([g for g in groups if self._teaches(g)], [g for g in groups if not self._teaches(g)]):
+            items = items_of(part, mask_truncated=masked)
+            for picked in pack_by_tokens([len(item.tokens) for item in items], self.train.micro_batch_tokens):
+                results.append(self._micro_batch(use, [items[i] for i in picked], frozen, totals))
+        return results
+
+    def push_prefix(self, use: PackUse, groups: Sequence[ScoredGroup]) -> None:
+        """The one prefix backward of a pack, after the response passes of all its `groups`; then it is released."""
+        if any(self._teaches(group) for group in groups):
+            backward_prefix(use.pack)
+        else:
+            use.pack.release()
+
+    def apply(self, groups: Sequence[ScoredGroup], *, scale: float = 1.0) -> OptimizerStep:
+        """Clip, AdamW, weight version + 1, on the gradients of `groups` times `scale`: the common factor of a loss that
+        was summed without its normalisation (`LossTotals.deferred`)."""
+        self.optimizer.fill_gradients(self._reached_by(groups))
+        if scale != 1.0:
+            self.optimizer.scale_gradients(scale)
+        with self.policy.lease.writing(f"optimizer step {self.optimizer.num_steps + 1}"):
+            step = self.optimizer.step()
+            self.policy.bump()
+        return step
 
     def _reached_by(self, groups: Sequence[ScoredGroup]) -> list[torch.Tensor]:
         """Weights that an ordinary pass over `groups` would give a gradient, be it 0.
@@ -123,19 +168,17 @@ class Updater:
 
     def _accumulate(
         self, groups: Sequence[ScoredGroup], book: PrefixBook | None, frozen: FrozenLogps, totals: LossTotals
-    ) -> tuple[MetricSums, list[MismatchStats]]:
+    ) -> list[PassResult]:
         """Forward and backward of one optimizer step, gradients left in the parameters."""
-        results: list[tuple[MetricSums, MismatchStats]] = []
         if not self.train.share_prefix:
-            items = items_of(groups, mask_truncated=self.algorithm.mask_truncated_completions)
-            sizes = [item.scored.group.spec.num_tokens + len(item.tokens) for item in items]
-            for picked in pack_padded(sizes, self.train.micro_batch_tokens):
-                results.append(self._micro_batch(None, [items[i] for i in picked], frozen, totals))
-            return merge_metrics(m for m, _ in results), [s for _, s in results]
+            return self.respond(None, groups, frozen, totals)
+        results: list[PassResult] = []
         by_id = {scored.group.rollout_id: scored for scored in groups}
         for use in self._uses(groups, book):
-            results += self._pack(use, [by_id[rollout_id] for rollout_id in use.numbers], frozen, totals)
-        return merge_metrics(m for m, _ in results), [s for _, s in results]
+            members = [by_id[rollout_id] for rollout_id in use.numbers]
+            results += self.respond(use, members, frozen, totals)
+            self.push_prefix(use, members)
+        return results
 
     def _uses(self, groups: Sequence[ScoredGroup], book: PrefixBook | None) -> Iterator[PackUse]:
         """The rollout's own packs where they can still be trained on, else packs computed when their turn comes."""
@@ -150,31 +193,12 @@ class Updater:
             self.train.prefix_activations,
         )
 
-    def _pack(
-        self, use: PackUse, groups: Sequence[ScoredGroup], frozen: FrozenLogps, totals: LossTotals
-    ) -> list[tuple[MetricSums, MismatchStats]]:
-        """All responses on one pack of prefixes, then its one prefix backward.
-
-        Groups that cannot move the weights (all advantages 0, no KL in the loss) only run forward, for the metrics.
-        """
-        results = []
-        learning = [g for g in groups if self._teaches(g)]
-        for part in (learning, [g for g in groups if not self._teaches(g)]):
-            items = items_of(part, mask_truncated=self.algorithm.mask_truncated_completions)
-            for picked in pack_by_tokens([len(item.tokens) for item in items], self.train.micro_batch_tokens):
-                results.append(self._micro_batch(use, [items[i] for i in picked], frozen, totals))
-        if learning:
-            backward_prefix(use.pack)
-        else:
-            use.pack.release()
-        return results
-
     def _teaches(self, scored: ScoredGroup) -> bool:
         return self.settings.beta != 0.0 or any(advantage != 0.0 for advantage in scored.advantages)
 
     def _micro_batch(
         self, use: PackUse | None, items: Sequence[Item], frozen: FrozenLogps, totals: LossTotals
-    ) -> tuple[MetricSums, MismatchStats]:
+    ) -> PassResult:
         with_grad = any(self._teaches(item.scored) for item in items)
         logps = _item_logps(self.policy, use, items, self.temperature, with_grad=with_grad)
         result, stats = self._loss(logps, items, frozen, totals)
@@ -212,6 +236,22 @@ class Updater:
         return policy_loss(batch, totals, self.settings), correction.stats
 
 
+def update_metrics(
+    parts: Sequence[MetricSums],
+    stats: Sequence[MismatchStats],
+    steps: Sequence[OptimizerStep],
+    *,
+    loss_scale: float = 1.0,
+) -> dict[str, float]:
+    """Metrics of a rollout's optimizer steps together. parts: of all their micro-batches; stats: of the first epoch's;
+    loss_scale: what the gradients were multiplied by at the end."""
+    metrics = merge_metrics(parts).values() | merge_stats(stats).metrics()
+    for name in ("loss", "policy_loss"):  # sums over optimizer steps: report their mean
+        metrics[name] = metrics.get(name, 0.0) * loss_scale / len(steps)
+    norms = [step.grad_norm for step in steps]
+    return metrics | {"grad_norm": sum(norms) / len(norms), "learning_rate": steps[-1].learning_rate}
+
+
 def _item_logps(
     policy: Policy, use: PackUse | None, items: Sequence[Item], temperature: float, *, with_grad: bool
 ) -> TokenLogps:
@@ -221,8 +261,8 @@ def _item_logps(
         return full_sequence_logps(policy, rows, temperature, with_grad=with_grad)
     grouped: dict[int, list[tuple[int, ...]]] = {}
     for item in items:
-        grouped.setdefault(item.scored.group.rollout_id, []).append(item.tokens)
-    tokens = [GroupTokens(use.numbers[rollout_id], tuple(part)) for rollout_id, part in grouped.items()]
+        grouped.setdefault(use.number(item.scored.group.rollout_id, item.index), []).append(item.tokens)
+    tokens = [GroupTokens(number, tuple(part)) for number, part in grouped.items()]
     return response_logps(use.pack, tokens, temperature, with_grad=with_grad)
 
 
