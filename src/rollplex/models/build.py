@@ -248,7 +248,11 @@ def _vision_config(shape: VisionShape, family: str) -> dict[str, Any]:
         vision["num_position_embeddings"] = shape.num_position_embeddings
         vision["deepstack_visual_indexes"] = list(shape.deepstack_layers)
     else:
-        vision |= {"window_size": 112, "fullatt_block_indexes": [shape.depth - 1], "tokens_per_second": 2}
+        vision |= {
+            "window_size": shape.window_size,
+            "fullatt_block_indexes": list(shape.full_attention_blocks),
+            "tokens_per_second": 2,
+        }
     return vision
 
 

@@ -43,6 +43,8 @@ class VisionShape:
     in_channels: int
     num_position_embeddings: int  # rows of the learned table; 0 where the family has none
     deepstack_layers: tuple[int, ...]  # blocks whose output goes into the language model; empty where there are none
+    window_size: int  # pixels per side of the windows that attention stays in; 0: every block sees its whole frame
+    full_attention_blocks: tuple[int, ...]  # where there are windows: blocks that see the whole frame all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "in_channels": 3,
+        "window_size": 112,
+        "fullatt_block_indexes": (7, 15, 23, 31),
     },
     "qwen3_vl": {
         "depth": 27,
@@ -140,6 +144,7 @@ def shape_from_build(build: BuildConfig, vocab_size: int | None = None) -> Model
     check_build(build)
     defaults, width, depth = _VISION_DEFAULTS[build.family], build.vision_hidden_size, build.vision_depth
     grid, levels = 0, 0
+    windows = "window_size" in defaults
     if build.family == "qwen3_vl":
         grid, levels = _BUILT_POSITION_GRID, max(1, min(3, depth // 2, build.num_layers))
     return ModelShape(
@@ -165,6 +170,8 @@ def shape_from_build(build: BuildConfig, vocab_size: int | None = None) -> Model
             in_channels=defaults["in_channels"],
             num_position_embeddings=grid**2,
             deepstack_layers=tuple(level * depth // levels for level in range(levels)),
+            window_size=defaults.get("window_size", 0),
+            full_attention_blocks=(depth - 1,) if windows else (),
         ),
         tied=build.tie_word_embeddings,
     )
@@ -211,6 +218,8 @@ def shape_from_hf(config: Mapping[str, Any], source: str) -> ModelShape:
             in_channels=vision["in_channels"],
             num_position_embeddings=vision.get("num_position_embeddings", 0),
             deepstack_layers=tuple(vision.get("deepstack_visual_indexes", ())),
+            window_size=vision.get("window_size", 0),
+            full_attention_blocks=tuple(vision.get("fullatt_block_indexes", ())),
         ),
         tied=bool(config.get("tie_word_embeddings", False) or (family == "qwen2_5_vl" and inner)),
     )
