@@ -68,5 +68,9 @@ class CheckpointError(RollplexError, RuntimeError):
     """A checkpoint that cannot be written, is incomplete, or does not fit this run."""
 
 
+class PeerError(RollplexError, RuntimeError):
+    """Another process of the job that ended or left a group; the message names what was waited for."""
+
+
 class DeadlineError(RollplexError, RuntimeError):
     """A wait that reached its deadline; the message names what was waited for."""

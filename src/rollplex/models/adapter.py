@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rollplex.errors import ModelError
+from rollplex.models.ranks import ALONE, TensorRanks, VocabPart
 
 if TYPE_CHECKING:
     from rollplex.types import PromptSpec
@@ -50,7 +51,7 @@ class FullBatch:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Sizes of the language model that attention and caches need."""
+    """Sizes of the language model that attention and caches need: heads are those that this rank holds."""
 
     num_layers: int
     num_heads: int
@@ -69,6 +70,8 @@ class VlmAdapter(Protocol):
     final_norm: nn.Module
     embed: nn.Module
     lm_head: nn.Linear
+    ranks: TensorRanks  # who shares the layers
+    vocab_part: VocabPart  # rows of embedding and head that are here
     visual: nn.Module
     vision_token_ids: tuple[int, ...]  # never to be sampled
 
@@ -90,8 +93,11 @@ class VlmAdapter(Protocol):
         """Output projection, residual and MLP: the layer's output (T, C)."""
 
 
-def adapter_for(model: nn.Module) -> VlmAdapter:
-    """The adapter of `model`'s family (also through a peft wrapper). Raises ModelError for a family without one."""
+def adapter_for(model: nn.Module, ranks: TensorRanks = ALONE) -> VlmAdapter:
+    """The adapter of `model`'s family (also through a peft wrapper). Raises ModelError for a family without one.
+
+    With several `ranks`, `model` holds the shards of this one (weights/bind.py).
+    """
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
     family = base.config.model_type
@@ -101,4 +107,4 @@ def adapter_for(model: nn.Module) -> VlmAdapter:
             "(model.path, or add one: docs/add-a-model.md)"
         )
     module_name, class_name = FAMILIES[family].split(":")
-    return getattr(importlib.import_module(module_name), class_name)(base)
+    return getattr(importlib.import_module(module_name), class_name)(base, ranks)

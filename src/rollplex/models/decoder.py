@@ -10,6 +10,7 @@ from torch import nn
 
 from rollplex.errors import ModelError
 from rollplex.models.adapter import DecoderShape, FullBatch, VisionFeatures
+from rollplex.models.ranks import ALONE, TensorRanks, VocabEmbedding, VocabPart
 from rollplex.types import PromptSpec
 
 
@@ -52,7 +53,7 @@ class QwenDecoder:
 
     has_qk_norm: bool
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, ranks: TensorRanks = ALONE):
         text = model.model.language_model
         config = text.config
         if not isinstance(model.lm_head, nn.Linear) or type(model.lm_head) is not nn.Linear:
@@ -65,13 +66,17 @@ class QwenDecoder:
         self.visual = model.model.visual
         self.layers: Sequence[Any] = text.layers
         self.final_norm = text.norm
-        self.embed = text.embed_tokens
         self.lm_head = model.lm_head
+        self.ranks = ranks
+        # out_features stays that of the whole model when a rank's rows take the weight's place
+        self.vocab_part = VocabPart.of(ranks, model.lm_head.weight.shape[0], model.lm_head.out_features)
+        alone = ranks.size == 1
+        self.embed: nn.Module = text.embed_tokens if alone else VocabEmbedding(text.embed_tokens, self.vocab_part)
         self.rotary_module = text.rotary_emb
         self.shape = DecoderShape(
             num_layers=len(text.layers),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            num_heads=config.num_attention_heads // ranks.size,
+            num_kv_heads=max(1, config.num_key_value_heads // ranks.size),
             head_dim=head_dim,
             hidden_size=config.hidden_size,
             vocab_size=model.lm_head.out_features,
@@ -94,7 +99,7 @@ class QwenDecoder:
         self, layer: Any, x_TC: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         attention, head_dim = layer.self_attn, self.shape.head_dim
-        h_TC = layer.input_layernorm(x_TC)
+        h_TC = self.ranks.enter(layer.input_layernorm(x_TC))
         q_THD = attention.q_proj(h_TC).unflatten(-1, (-1, head_dim))
         k_TKD = attention.k_proj(h_TC).unflatten(-1, (-1, head_dim))
         v_TKD = attention.v_proj(h_TC).unflatten(-1, (-1, head_dim))
@@ -103,10 +108,16 @@ class QwenDecoder:
         return rotate(q_THD, cos_TD, sin_TD), rotate(k_TKD, cos_TD, sin_TD), v_TKD
 
     def finish(self, layer: Any, x_TC: torch.Tensor, attention_TC: torch.Tensor) -> torch.Tensor:
-        x_TC = x_TC + layer.self_attn.o_proj(attention_TC)
-        return x_TC + layer.mlp(layer.post_attention_layernorm(x_TC))
+        x_TC = x_TC + self.ranks.leave(layer.self_attn.o_proj(attention_TC))
+        h_TC = self.ranks.enter(layer.post_attention_layernorm(x_TC))
+        return x_TC + self.ranks.leave(layer.mlp(h_TC))
 
     def full_hidden(self, batch: FullBatch) -> torch.Tensor:
+        if self.ranks.size > 1:
+            raise ModelError(
+                f"the full-sequence path runs transformers' own decoder, whole in one process, and training has "
+                f"{self.ranks.size} tensor-parallel ranks; set train.share_prefix=true, or sharing.train_tp=1"
+            )
         embeds_BSC, extra = batch.embeds_BSC, {}
         if batch.vision is not None:
             features = batch.vision.embeds.to(embeds_BSC.dtype)

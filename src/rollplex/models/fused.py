@@ -2,7 +2,8 @@
 
 q, k and v (and gate and up) of a layer become row ranges of one storage: the parameters stay what they were, as views,
 so that optimizers update the fused matrix in place, and decoding reads it with one matrix product instead of three.
-Layers whose projections are not plain Linear modules (LoRA) are left alone and run through their modules.
+Layers whose projections are not plain Linear modules (LoRA) are left alone and run through their modules; so are those
+whose parameters are views of a backing (weights/share.py), unless they lie next to each other there already.
 """
 
 from __future__ import annotations
@@ -39,11 +40,18 @@ def fuse_layer(layer: Any) -> FusedLayer:
     return FusedLayer(qkv_weight, qkv_bias, gate_up_weight)
 
 
-def _fuse(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """One (sum of rows, ...) tensor of which the parameters are consecutive row ranges."""
+def mark_backed(parameter: nn.Parameter) -> None:
+    """Say that `parameter` is a view which others write through: it must stay where it is."""
+    parameter.backed = True  # type: ignore[attr-defined]
+
+
+def _fuse(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
+    """One (sum of rows, ...) tensor of which the parameters are consecutive row ranges; None: they must not move."""
     rows = [p.shape[0] for p in parameters]
     first = parameters[0]
     if not _is_fused(parameters):
+        if any(getattr(p, "backed", False) for p in parameters):
+            return None
         fused = torch.cat([p.detach() for p in parameters])
         for parameter, part in zip(parameters, fused.split(rows), strict=True):
             parameter.data = part

@@ -25,6 +25,7 @@ class DecodeModel:
 
     def __init__(self, policy: Policy):
         self.policy, self.adapter, self.shape = policy, policy.adapter, policy.adapter.shape
+        self.ranks = policy.adapter.ranks
         self.fused: list[FusedLayer] = [fuse_layer(layer) for layer in self.adapter.layers]
         self.root_scaling = self.shape.scaling**0.5
         self.has_qk_norm = hasattr(self.adapter.layers[0].self_attn, "q_norm")
@@ -32,7 +33,8 @@ class DecodeModel:
 
     def logits(self, hidden_BC: torch.Tensor) -> torch.Tensor:
         """(B, V) logits of hidden states before the final norm."""
-        return F.linear(_rms(hidden_BC, self.adapter.final_norm), self.adapter.lm_head.weight)
+        logits_BV = F.linear(_rms(hidden_BC, self.adapter.final_norm), self.adapter.lm_head.weight)
+        return self.adapter.vocab_part.whole(logits_BV, self.shape.vocab_size)
 
     def ensure_positions(self, count: int) -> None:
         """Rotary tables for text positions [0, count): all three axes equal, as in every response."""
@@ -58,7 +60,7 @@ class DecodeModel:
             q_BHD, k_BKD = qk_BJD[:, : shape.num_heads], qk_BJD[:, shape.num_heads :]
             keys, values = suffix.write(number, k_BKD, v_BKD)
             mixed_BC = prompts.attend(number, q_BHD, keys, values, suffix.bias_BR)
-            x_BC = _add_linear(x_BC, mixed_BC, layer.self_attn.o_proj)
+            x_BC = self._add_linear(x_BC, mixed_BC, layer.self_attn.o_proj)
             x_BC = self._add_mlp(x_BC, layer, fused)
         suffix.end_token()
         return self.logits(x_BC)
@@ -82,16 +84,17 @@ class DecodeModel:
     def _add_mlp(self, x_BC: torch.Tensor, layer: Any, fused: FusedLayer) -> torch.Tensor:
         mlp, h_BC = layer.mlp, _rms(x_BC, layer.post_attention_layernorm)
         if fused.gate_up_weight is None:
-            return x_BC + mlp(h_BC)
+            return x_BC + self.ranks.total(mlp(h_BC))
         gate_BI, up_BI = F.linear(h_BC, fused.gate_up_weight).chunk(2, dim=-1)
-        return _add_linear(x_BC, mlp.act_fn(gate_BI).mul_(up_BI), mlp.down_proj)
+        return self._add_linear(x_BC, mlp.act_fn(gate_BI).mul_(up_BI), mlp.down_proj)
 
-
-def _add_linear(x_BC: torch.Tensor, h_BI: torch.Tensor, module: Any) -> torch.Tensor:
-    """x + module(h), in one kernel where the module is a plain matrix."""
-    if type(module) is nn.Linear and module.bias is None:
-        return torch.addmm(x_BC, h_BI, module.weight.t())
-    return x_BC + module(h_BI)
+    def _add_linear(self, x_BC: torch.Tensor, h_BI: torch.Tensor, module: Any) -> torch.Tensor:
+        """x + module(h) summed over ranks; in one kernel where this rank has a whole, plain matrix."""
+        if self.ranks.size > 1:
+            return x_BC + self.ranks.total(module(h_BI))
+        if type(module) is nn.Linear and module.bias is None:
+            return torch.addmm(x_BC, h_BI, module.weight.t())
+        return x_BC + module(h_BI)
 
 
 def _rms(x: torch.Tensor, norm: Any) -> torch.Tensor:

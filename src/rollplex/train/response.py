@@ -42,7 +42,8 @@ def response_logps(
         adapter = pack.policy.adapter
         tokens = [token for group in groups for response in group.responses for token in response]
         tokens_T = torch.tensor(tokens, device=hidden_TC.device)
-        return token_logps(adapter.final_norm(hidden_TC), adapter.lm_head.weight, tokens_T, temperature)
+        hidden_TC = adapter.final_norm(hidden_TC)
+        return token_logps(hidden_TC, adapter.lm_head.weight, tokens_T, temperature, adapter.vocab_part)
 
 
 def _hidden(pack: PrefixPack, groups: Sequence[GroupTokens], with_grad: bool) -> torch.Tensor:

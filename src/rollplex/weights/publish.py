@@ -1,0 +1,168 @@
+"""The hand-over after an optimizer step: training's ranks write, the block exchanges what the rollout lacks, once.
+
+    all devices of the block mark their weights as half written, and wait for each other
+    each training rank writes its own slices (the optimizer, in place)
+    rounds: rows that a rollout shard lacks come from the device that has them, a bucket at a time
+    all have everything: only then does any device count the new version; caches of older weights are dropped
+
+Until its device counts the new version, a reader gets no weights: it finds them locked, or half written. A device that
+ends half-way keeps all others from counting; what is left must be loaded again as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rollplex.errors import ConfigError, StateError
+from rollplex.models.shard_plan import Kind
+from rollplex.parallel.waits import Peers
+from rollplex.weights.layout import SharingPlan
+from rollplex.weights.share import Backing
+from rollplex.weights.transfer import Move, local_moves, publish_rounds
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What one hand-over did on this device."""
+
+    version: int
+    received_bytes: int  # from other devices
+    buffer_bytes: int  # most memory that the exchange took, beyond the weights
+    rounds: int
+
+
+class Publisher:
+    """Hands the weights of one block over. Every device of the block makes its own and calls `publish` alike.
+
+    block: the processes of the block, in the order of their devices. dependents: called after each hand-over, to drop
+    what was computed from older weights. check: compare hashes of both sides after each hand-over (reads all weights).
+    Raises ConfigError when the block has another size than the plan.
+    """
+
+    def __init__(
+        self,
+        plan: SharingPlan,
+        backing: Backing,
+        block: Peers,
+        *,
+        dependents: Sequence[Callable[[], None]] = (),
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        check: bool = False,
+    ):
+        if block.size != plan.num_devices:
+            raise ConfigError(
+                f"a block of {plan.num_devices} devices (sharing.train_tp {plan.sharing.train_tp}, sharing.rollout_tp "
+                f"{plan.sharing.rollout_tp}) got {block.size} processes; start one for each device"
+            )
+        self.plan, self.backing, self.block = plan, backing, block
+        self.dependents, self.check = tuple(dependents), check
+        self.local = local_moves(plan, block.rank)
+        self.rounds = publish_rounds(plan, max(1, bucket_bytes // backing.dtype.itemsize))
+
+    def publish(self, write: Callable[[], None], *, wait_s: float = 0.0) -> PublishReport:
+        """Run `write` (the optimizer step, on all ranks) and hand over what it wrote: a new version on all devices.
+
+        wait_s: how long readers may go on. Raises DeadlineError when they do for longer, PeerError or DeadlineError
+        when another device ends or stops, StateError when the hashes differ. After an error the weights are half
+        written, save after TrainingError of `write`: then nothing was changed, and the old version stays.
+        """
+        backing, version = self.backing, self.backing.version
+        with torch.no_grad(), version.writing("publish", wait_s=wait_s) as new:
+            self.block.barrier(f"publish of v{new}: start")
+            write()
+            backing.synchronize()
+            self.block.barrier(f"publish of v{new}: end of all writes")
+            received, buffers = self._exchange(new)
+            if self.check:
+                self._check(new)
+            backing.synchronize()
+            self.block.barrier(f"publish of v{new}: end of the exchange")
+        for drop in self.dependents:
+            drop()
+        return PublishReport(new, received, buffers, len(self.rounds))
+
+    def _exchange(self, version: int) -> tuple[int, int]:
+        """(bytes received from others, most bytes of buffers at once)"""
+        for move in self.local:
+            for source, target in zip(self._source(move), self._target(move), strict=True):
+                target.copy_(source)
+        received = largest = 0
+        for number, moves in enumerate(self.rounds):
+            got, buffers = self._round(moves, f"publish of v{version}: round {number + 1} of {len(self.rounds)}")
+            received, largest = received + got, max(largest, buffers)
+        return received, largest
+
+    def _round(self, moves: Sequence[Move], what: str) -> tuple[int, int]:
+        """One exchange; (bytes received, bytes of buffers)."""
+        group, own, operations = self.block.group, self.block.rank, []
+        sent, incoming = [], []
+        for peer in range(self.block.size):
+            outgoing = [
+                view for m in moves if (m.copy.source, m.copy.target) == (own, peer) for view in self._source(m)
+            ]
+            if outgoing:
+                sent.append(torch.cat([view.reshape(-1) for view in outgoing]))
+                operations.append(dist.P2POp(dist.isend, sent[-1], group=group, group_peer=peer))
+            targets = [view for m in moves if (m.copy.source, m.copy.target) == (peer, own) for view in self._target(m)]
+            if targets:
+                buffer = targets[0].new_empty(sum(view.numel() for view in targets))
+                incoming.append((buffer, targets))
+                operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+        if operations:
+            with self.block.waiting(what):
+                works = dist.batch_isend_irecv(operations)
+            for work in works:
+                self.block.wait(work, what)
+        for buffer, targets in incoming:
+            for part, view in zip(buffer.split([view.numel() for view in targets]), targets, strict=True):
+                view.copy_(part.view(view.shape))
+        received = sum(buffer.nbytes for buffer, _ in incoming)
+        return received, received + sum(buffer.nbytes for buffer in sent)
+
+    def _source(self, move: Move) -> list[torch.Tensor]:
+        placement, at = self.backing.layout.placements[move.unit], move.copy.source_at
+        return list(self.backing.rows(placement.unit, placement.train, at, at + move.copy.length))
+
+    def _target(self, move: Move) -> list[torch.Tensor]:
+        placement, at = self.backing.layout.placements[move.unit], move.copy.target_at
+        return list(self.backing.rows(placement.unit, placement.rollout, at, at + move.copy.length))
+
+    def _check(self, version: int) -> None:
+        """Raises StateError when rows arrived otherwise than they left, or whole tensors differ between devices."""
+        own, sent, arrived = self.block.rank, dict[object, str](), dict[object, str]()
+        for move in [*self.local, *(move for moves in self.rounds for move in moves)]:
+            if move.copy.source == own:
+                sent[move.copy] = _digest(self._source(move))
+            if move.copy.target == own:
+                arrived[move.copy] = _digest(self._target(move))
+        whole = {
+            p.unit.name: _digest([self.backing.view(placed) for placed in p.train])
+            for p in self.backing.layout.placements
+            if p.unit.kind in (Kind.REPLICATED, Kind.VISION)
+        }
+        found = self.block.exchange((sent, arrived, whole), f"publish of v{version}: exchange of hashes")
+        left = {copy: digest for part in found for copy, digest in part[0].items()}
+        for device, (_, got, theirs) in enumerate(found):
+            for copy, digest in got.items():
+                if left[copy] != digest:
+                    raise StateError(f"publish of v{version}: {copy} arrived otherwise on device {device} than it left")
+            for name, digest in theirs.items():
+                if whole[name] != digest:
+                    raise StateError(
+                        f"publish of v{version}: {name} is whole on every device, yet differs between devices "
+                        f"{own} and {device}: training's ranks have drifted apart"
+                    )
+
+
+def _digest(views: Sequence[torch.Tensor]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for view in views:
+        found.update(view.detach().reshape(-1).cpu().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,46 @@
+"""Hand-overs between real processes: every pair of degrees, the bytes that move, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.handover import all_pairs, killed_half_way
+from cluster.processes import run_ranks
+
+BUCKET_BYTES = 512  # a few rows of the small model: dozens of rounds
+
+
+def test_every_pair_of_degrees_hands_over_bitwise() -> None:
+    answers = run_ranks(all_pairs, 4, BUCKET_BYTES)
+    moved = 0
+    for rank, cases in enumerate(answers):
+        assert len(cases) == 72
+        for case in cases:
+            assert case["wrong"] == [], (rank, case)
+            assert case["received"] == case["planned"], (rank, case)
+            assert case["buffers"] <= 2 * BUCKET_BYTES, (rank, case)
+            assert case["version"] == 2 and case["dropped"] == [2], (rank, case)  # 1 was the load
+            moved += case["received"]
+    assert moved > 0 and max(case["rounds"] for case in answers[0]) > 10
+
+
+def test_a_publish_that_dies_half_way_leaves_nothing_to_read() -> None:
+    answers = run_ranks(killed_half_way, 4, killed=[1], wait_s=20.0)
+    survivor, readers = answers[0], answers[2:]
+    assert "publish of v2: round" in survivor["error"] and "rank 0 of 2 of devices" in survivor["error"]
+    assert survivor["after"][1].startswith("StateError") and survivor["loaded"] == (2, "new")
+    for reader in readers:
+        versions = [version for version, _ in reader["seen"] if version >= 0]
+        assert {what for version, what in reader["seen"] if version >= 0} == {"old"} and set(versions) == {1}
+        assert "half written since v1" in reader["seen"][-1][1] and "last checkpoint" in reader["seen"][-1][1]
+
+
+@pytest.mark.parametrize("world", [2])
+def test_a_failing_process_is_reported_by_name(world: int) -> None:
+    with pytest.raises(AssertionError, match=r"rank 0:[\s\S]*ZeroDivisionError"):
+        run_ranks(divide_by, world, 0)
+
+
+def divide_by(job: object, number: int) -> float:
+    """Work that fails for 0."""
+    return 1 / number
