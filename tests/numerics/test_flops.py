@@ -101,14 +101,15 @@ def test_prefix_backward(rig: Rig, mix: str, mode: Activations) -> None:
     _close(ours, counted(lambda: backward_prefix(pack))[0])
 
 
-def test_a_frozen_tower_has_no_backward(rig: Rig) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_tower_has_no_backward(rig: Rig, mode: Activations) -> None:
     specs = rig.specs(MIXES["image"])
     for parameter in rig.policy.adapter.visual.parameters():
         parameter.requires_grad_(False)
     try:
-        pack = compute_prefix(rig.policy, specs, "graph")
+        pack = compute_prefix(rig.policy, specs, mode)
         _with_boundary_gradients(pack)
-        ours = ModelCounts(_shape(rig), 4, vision_trained=False).prefix_backward([load_of(s) for s in specs], "graph")
+        ours = ModelCounts(_shape(rig), 4, vision_trained=False).prefix_backward([load_of(s) for s in specs], mode)
         _close(ours, counted(lambda: backward_prefix(pack))[0])
     finally:
         for parameter in rig.policy.adapter.visual.parameters():
@@ -204,4 +205,4 @@ def test_a_mixture_of_experts() -> None:
     tokens = 50
     with torch.no_grad():
         found, _ = counted(lambda: model(input_ids=torch.arange(tokens)[None], use_cache=False))
-    _close(counts.decoder(tokens, tokens * (tokens + 1) / 2, tokens), found)
+    _close(counts.decoder(tokens, tokens * (tokens + 1) / 2), found)

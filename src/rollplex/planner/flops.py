@@ -3,12 +3,14 @@
 tests/numerics/test_flops.py holds the operations against what torch counts while the real models run, within 1 %.
 
 Letters: H hidden size, A = heads x head_dim, K = KV heads x head_dim, I width of an MLP (of one expert), L layers,
-V vocabulary, T tokens, e bytes per number. Bytes take fused norms, rotary embedding, attention and SwiGLU: each kernel
-reads its inputs and writes its outputs once.
+V vocabulary, T tokens, e bytes per number. Bytes of activations are those of the elementwise kernels (norms, rotary
+embedding, SwiGLU, residual additions: 10 H + 2 A + 2 K + 3 I numbers a token and layer), each reading its inputs and
+writing its outputs once; what products and attention read and write hides behind their operations, or behind weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,7 +47,7 @@ class Experts:
 
     def touched(self, tokens: float) -> float:
         """Experts whose weights `tokens` tokens need, on average: E (1 - (1 - a/E)^T)."""
-        return self.count * (1.0 - pow(1.0 - self.active / self.count, float(tokens)))
+        return self.count * (1.0 - math.pow(1.0 - self.active / self.count, tokens))
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,19 @@ class ModelCounts:
         """Those with gradients and optimizer state."""
         return self.text_parameters + (self.vision_parameters if self.vision_trained else 0)
 
+    @property
+    def norm_share(self) -> float:
+        """Part of a layer's activation bytes that lies between norms: 10 H of 10 H + 2 A + 2 K + 3 I."""
+        text, active = self.shape.text, 1 if self.experts is None else self.experts.active
+        between = 10 * text.hidden_size
+        inner = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim + 3 * active * text.intermediate_size
+        return between / (between + inner)
+
     # --- passes of the language model
 
-    def decoder(self, tokens: float, pairs: float, keys: float) -> Work:
-        """All layers on `tokens` packed tokens: `pairs` query-key pairs within the masks, `keys` keys read a layer."""
-        layer = self._projections(tokens) + self._attention(pairs, tokens, keys) + self._finish(tokens)
+    def decoder(self, tokens: float, pairs: float) -> Work:
+        """All layers on `tokens` packed tokens with `pairs` query-key pairs within their masks."""
+        layer = self._projections(tokens) + self._attention(pairs) + self._finish(tokens)
         return self.shape.text.num_layers * layer
 
     def head(self, tokens: float) -> Work:
@@ -105,7 +115,7 @@ class ModelCounts:
         return Work(
             matmul_flops=2.0 * tokens * text.hidden_size * text.vocab_size,
             weight_bytes=text.hidden_size * text.vocab_size * self.dtype_bytes,
-            stream_bytes=tokens * (3 * text.hidden_size * self.dtype_bytes + text.vocab_size * _LOGIT_BYTES),
+            stream_bytes=tokens * (2 * text.hidden_size * self.dtype_bytes + text.vocab_size * _LOGIT_BYTES),
             kernels=_HEAD_KERNELS,
         )
 
@@ -113,17 +123,17 @@ class ModelCounts:
         """The language model's prompt pass (models/prefix.py): the last layer stops at its keys and values, except for
         the last position of each prompt, and the head does not run."""
         tokens, pairs = sum(p.tokens for p in prompts), sum(_causal(p.tokens) for p in prompts)
-        layer = self._projections(tokens) + self._attention(pairs, tokens, tokens) + self._finish(tokens)
-        last = self._projections(tokens) + self._attention(tokens, len(prompts), tokens) + self._finish(len(prompts))
+        layer = self._projections(tokens) + self._attention(pairs) + self._finish(tokens)
+        last = self._projections(tokens) + self._attention(tokens) + self._finish(len(prompts))
         return (self.shape.text.num_layers - 1) * layer + last
 
     def prefill(self, prompts: Sequence[Prompt]) -> Work:
         """The prompt pass of an engine of its own: every layer whole, and the head at the last position."""
         tokens, pairs = sum(p.tokens for p in prompts), sum(_causal(p.tokens) for p in prompts)
-        return self.decoder(tokens, pairs, tokens) + self.head(len(prompts))
+        return self.decoder(tokens, pairs) + self.head(len(prompts))
 
-    def response(self, groups: Sequence[GroupLoad]) -> Work:
-        """Log-probs of all responses on their prefixes, no gradient (train/response.py).
+    def response(self, groups: Sequence[GroupLoad], *, head: bool = True) -> Work:
+        """Log-probs of all responses on their prefixes, no gradient (train/response.py); head off: the layers alone.
 
         The last token of a response is not fed. Attention pads a group's responses to its longest; nothing else pads.
         """
@@ -134,10 +144,8 @@ class ModelCounts:
             padded = [len(lengths) * max(lengths, default=0) for lengths in fed]
             own = sum(len(lengths) * _causal(max(lengths, default=0)) for lengths in fed)
             to_prompt = sum(queries * group.prompt.tokens for queries, group in zip(padded, groups, strict=True))
-            keys = sum(padded) + sum(group.prompt.tokens for group in groups)
-            layer = self._projections(tokens) + self._finish(tokens)
-            layers = self.shape.text.num_layers * (layer + self._attention(own + to_prompt, sum(padded), keys))
-        return layers + self.head(sum(group.response_tokens for group in groups))
+            layers = self.decoder(tokens, own + to_prompt)
+        return layers + self.head(sum(group.response_tokens for group in groups)) if head else layers
 
     def response_backward(self, groups: Sequence[GroupLoad]) -> Work:
         """From the loss to the prefix boundary: gradients of keys and values of the prompts are added in fp32.
@@ -146,7 +154,7 @@ class ModelCounts:
         """
         tokens = sum(group.response_tokens for group in groups)
         head = self.head(tokens)
-        layers = self.response(groups) + -1.0 * head
+        layers = self.response(groups, head=False)
         text = self.shape.text
         width = 2 * text.num_layers * text.num_kv_heads * text.head_dim
         boundary = sum(group.prompt.tokens for group in groups) * width * (self.dtype_bytes + 2 * 4)
@@ -159,11 +167,11 @@ class ModelCounts:
         `checkpoint` runs each layer again up to the last tensor that its backward reads (torch's early stop), so not
         the product that ends it.
         """
-        text, tower = self.prefix(prompts), self.vision(prompts)
+        text = self.prefix(prompts)
         backward = text.backward(self.dtype_bytes) + self.vision_backward(prompts)
         if activations == "graph":
             return backward
-        again = text + tower
+        again = text + self.vision_again(prompts, activations)
         if activations == "checkpoint":
             rows = (self.shape.text.num_layers - 1) * sum(p.tokens for p in prompts) + len(prompts)
             skipped = (
@@ -178,7 +186,7 @@ class ModelCounts:
         rows = [(group.prompt, n) for group in groups for n in group.responses]
         longest = max(prompt.tokens + n for prompt, n in rows)
         tokens = len(rows) * longest
-        layers = self.decoder(tokens, len(rows) * _causal(longest), tokens)
+        layers = self.decoder(tokens, len(rows) * _causal(longest))
         return layers + self.vision([prompt for prompt, _ in rows]) + self.head(sum(n for _, n in rows))
 
     def full_backward(self, groups: Sequence[GroupLoad]) -> Work:
@@ -197,7 +205,7 @@ class ModelCounts:
         """
         text = self.shape.text
         width = 2 * text.num_kv_heads * text.head_dim * self.dtype_bytes
-        layer = self._projections(rows) + self._attention(pairs, rows, 0) + self._finish(rows)
+        layer = self._projections(rows) + self._attention(pairs) + self._finish(rows)
         return text.num_layers * (layer + Work(kv_bytes=cached_tokens * width)) + self.head(rows)
 
     # --- vision tower
@@ -216,6 +224,11 @@ class ModelCounts:
         whole = (embedding + self._blocks(prompts) + self._mergers(prompts)).backward(self.dtype_bytes)
         return whole + Work(matmul_flops=-embedding.matmul_flops)
 
+    def vision_again(self, prompts: Sequence[Prompt], activations: Activations) -> Work:
+        """What of the tower runs a second time, for its backward: a checkpoint leaves a frozen tower alone."""
+        kept = activations == "graph" or (activations == "checkpoint" and not self.vision_trained)
+        return NOTHING if kept else self.vision(prompts)
+
     def _patch_embedding(self, prompts: Sequence[Prompt]) -> Work:
         vision, patches = self.shape.vision, sum(p.patches for p in prompts)
         numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -225,7 +238,7 @@ class ModelCounts:
         vision, patches = self.shape.vision, sum(p.patches for p in prompts)
         width, mlp = vision.hidden_size, vision.intermediate_size
         matrices = 4 * width * width + (2 if self.shape.family == "qwen3_vl" else 3) * width * mlp
-        per_patch = 14 * width + 6 * width + 6 * mlp  # as in a decoder layer, with A = K = H
+        per_patch = 14 * width + 3 * mlp  # as in a decoder layer, with A = K = H
         frames = [(grid, grid[0], grid[1] * grid[2]) for p in prompts for grid in p.grids]
         whole = sum(t * size**2 for _, t, size in frames)
         windows = whole
@@ -256,7 +269,7 @@ class ModelCounts:
 
     def _product(self, rows: float, inner: int, outer: int) -> Work:
         e = self.dtype_bytes
-        return Work(2.0 * rows * inner * outer, 0.0, inner * outer * e, rows * (inner + outer) * e, 0.0, 1)
+        return Work(2.0 * rows * inner * outer, 0.0, inner * outer * e, rows * outer * e, 0.0, 1)
 
     def _projections(self, tokens: float) -> Work:
         text = self.shape.text
@@ -265,26 +278,21 @@ class ModelCounts:
         return Work(
             matmul_flops=2.0 * tokens * matrix,
             weight_bytes=matrix * self.dtype_bytes,
-            stream_bytes=tokens * (3 * text.hidden_size + 3 * wide + 4 * narrow) * self.dtype_bytes,
+            stream_bytes=tokens * 2 * (text.hidden_size + wide + narrow) * self.dtype_bytes,
             kernels=_PROJECTION_KERNELS,
         )
 
-    def _attention(self, pairs: float, queries: float, keys: float) -> Work:
+    def _attention(self, pairs: float) -> Work:
         text = self.shape.text
-        wide, narrow = text.num_heads * text.head_dim, text.num_kv_heads * text.head_dim
-        return Work(
-            attention_flops=4.0 * wide * pairs,
-            stream_bytes=(2 * wide * queries + 2 * narrow * keys) * self.dtype_bytes,
-            kernels=_ATTENTION_KERNELS,
-        )
+        return Work(attention_flops=4.0 * text.num_heads * text.head_dim * pairs, kernels=_ATTENTION_KERNELS)
 
     def _finish(self, tokens: float) -> Work:
         text, experts = self.shape.text, self.experts
-        wide = text.num_heads * text.head_dim
-        output, active, read, router = text.hidden_size * wide, 1, 1.0, 0
+        output = text.hidden_size * text.num_heads * text.head_dim
+        active, read, router = 1, 1.0, 0
         if experts is not None:
             active, read, router = experts.active, experts.touched(tokens), experts.count * text.hidden_size
-        moved = wide + 11 * text.hidden_size + 6 * active * text.intermediate_size
+        moved = 8 * text.hidden_size + 3 * active * text.intermediate_size
         moved += 4 * active * text.hidden_size if experts is not None else 0  # rows sorted to experts and back
         return Work(
             matmul_flops=2.0 * tokens * (output + active * self._mlp + router),

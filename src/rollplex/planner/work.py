@@ -21,7 +21,7 @@ class Work:
     matmul_flops: float = 0.0  # products with weights
     attention_flops: float = 0.0  # scores, and their products with values; a causal pair that is masked counts nothing
     weight_bytes: float = 0.0  # parameters read, gradients read and written: the same for one token as for thousands
-    stream_bytes: float = 0.0  # activations between kernels: grows with the tokens
+    stream_bytes: float = 0.0  # activations through elementwise kernels: grows with the tokens
     kv_bytes: float = 0.0  # keys and values read from a cache
     kernels: float = 0.0  # launches one after another: the depth of the pass
 
