@@ -30,10 +30,10 @@ class Rollplex:
         """The rollout first, prefixes beside it; after the last response pass by pass."""
         turn = Turn(state, stage_order(state.spec))
         turn.offer_rewards()
-        if not state.all_done(Phase.DECODE):
+        if not turn.state.all_done(Phase.DECODE):
             turn.offer_rollout()
-            for task in turn.pending(Phase.REF_PREFIX) + turn.pending(Phase.ACTOR_PREFIX):
-                turn.offer_pass(task)
+            for phase in (Phase.REF_PREFIX, Phase.ACTOR_PREFIX):
+                turn.offer_passes(phase)
         else:
             turn.offer_next()
         return tuple(turn.launches)

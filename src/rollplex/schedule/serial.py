@@ -23,7 +23,7 @@ class Serial:
         """The rollout while a group is not decoded, then pass by pass."""
         turn = Turn(state, stage_order(state.spec))
         turn.offer_rewards()
-        if not state.all_done(Phase.DECODE):
+        if not turn.state.all_done(Phase.DECODE):
             turn.offer_rollout()
         else:
             turn.offer_next()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from rollplex.errors import ConfigError
 
@@ -27,6 +29,9 @@ class Phase(StrEnum):
 
 PER_STEP = (Phase.OPTIMIZER, Phase.PUBLISH)
 PREFIXES = (Phase.REF_PREFIX, Phase.ACTOR_PREFIX)
+UPDATE_PASSES = (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)
+_ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.REWARD)
+_REFERENCE = (Phase.REF_PREFIX, Phase.REF_RESPONSE)
 
 
 class PrefixMode(StrEnum):
@@ -44,14 +49,18 @@ class AdvantageScope(StrEnum):
     BATCH = "batch"  # all rewards of the rollout: algorithm.scale_rewards=batch, loss_type=reinforce_pp
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One phase of one group, or of the step (group None). Example: Task(Phase.DECODE, 3)"""
+class Task(NamedTuple):
+    """One phase of one group, or of the step (group None). Example: Task(Phase.DECODE, 3)
+
+    A tuple, since a simulated run hashes tasks by the million.
+    """
 
     phase: Phase
     group: int | None = None
 
     def __str__(self) -> str:
+        if self.phase is Phase.OPTIMIZER and self.group is not None:
+            return f"{self.phase} of unit {self.group}"  # StepSpec.unit
         return str(self.phase) if self.group is None else f"{self.phase} of group {self.group}"
 
 
@@ -101,6 +110,9 @@ class StepSpec:
     advantage: AdvantageScope = AdvantageScope.GROUP
     optimizer_steps: int = 1  # of the whole rollout
     resampling: bool = False  # groups that teach nothing are replaced once their rewards are known
+    # Groups per optimizer step inside one rollout (RolloutPipe's U = B / K), in the order in which they are consumed:
+    # OPTIMIZER is then Task(OPTIMIZER, 0), (OPTIMIZER, 1), ..; PUBLISH comes after all groups. None: one step.
+    unit: int | None = None
     holds: tuple[Hold, ...] = ()
 
     def __post_init__(self) -> None:
@@ -118,6 +130,7 @@ class StepSpec:
             )
         if not self.rollout and (self.reference or self.old_logps):
             raise ConfigError("a later optimizer step has reference and old log-probs from the first: turn both off")
+        self._check_unit()
         for hold in self.holds:
             if len(hold.nbytes) != self.num_groups or min(hold.nbytes) < 0:
                 raise ConfigError(
@@ -126,16 +139,53 @@ class StepSpec:
             if set(PER_STEP) & {hold.producer, *hold.readers}:
                 raise ConfigError(f"hold {hold.name!r} is a group's; {' and '.join(PER_STEP)} have no group")
 
-    @property
+    def _check_unit(self) -> None:
+        """Raises ConfigError where weights that move within a rollout contradict the rest."""
+        if self.unit is None:
+            return
+        if self.unit < 1 or len(self.learning) != self.unit * self.optimizer_steps:
+            raise ConfigError(
+                f"units of {self.unit} groups and {self.optimizer_steps} optimizer steps do not make the "
+                f"{len(self.learning)} groups that are learnt from: each is consumed by exactly one step"
+            )
+        batch = self.advantage is AdvantageScope.BATCH
+        if self.old_logps or self.prefill_is_actor_prefix or not self.rollout or batch:
+            raise ConfigError(
+                "the update's weights move while groups still decode (unit): old log-probs must then come from the "
+                "engine (old_logps off), prefixes from the trainer (prefill_is_actor_prefix off), advantages from the "
+                "group's own rewards, and the rollout must be part of the step"
+            )
+
+    @cached_property
     def learning(self) -> tuple[int, ...]:
         """Groups that this optimizer step learns from."""
         return tuple(range(self.num_groups)) if self.trained is None else self.trained
 
     @cached_property
+    def optimizers(self) -> tuple[Task, ...]:
+        """The optimizer steps, in their order: one, or one per unit."""
+        if self.unit is None:
+            return (Task(Phase.OPTIMIZER),)
+        return tuple(Task(Phase.OPTIMIZER, number) for number in range(self.optimizer_steps))
+
+    @cached_property
     def tasks(self) -> Mapping[Task, None]:
         """All tasks of the step, as an ordered set: group after group, then OPTIMIZER and PUBLISH."""
         found = dict.fromkeys(Task(phase, g) for g in range(self.num_groups) for phase in self._phases(g))
-        return found | dict.fromkeys(Task(phase) for phase in PER_STEP)
+        return found | dict.fromkeys([*self.optimizers, Task(Phase.PUBLISH)])
+
+    @cached_property
+    def by_stage(self) -> tuple[Task, ...]:
+        """All tasks, stage after stage: rollout of all groups, then scoring, then the update; group by group."""
+        scoring = (*PREFIXES, Phase.REF_RESPONSE) if self.old_logps else _REFERENCE
+        stages = (_ROLLOUT, scoring, UPDATE_PASSES)
+        ordered = (Task(phase, group) for stage in stages for group in range(self.num_groups) for phase in stage)
+        return tuple(dict.fromkeys(task for task in [*ordered, *self.tasks] if task in self.tasks))
+
+    @cached_property
+    def by_group(self) -> tuple[Task, ...]:
+        """All tasks, group after group, each from its prefill to its prefix backward."""
+        return tuple(self.tasks)
 
     def needs(self, task: Task) -> tuple[Task, ...]:
         """Tasks that must be done before `task` starts. Raises KeyError for one that is not of this step."""
@@ -153,9 +203,42 @@ class StepSpec:
         """What groups hold, group after group."""
         return tuple(self._lifetimes())
 
+    @cached_property
+    def needs_count(self) -> Mapping[Task, int]:
+        """How many tasks each task needs."""
+        return {task: len(self.needs(task)) for task in self.tasks}
+
+    @cached_property
+    def roots(self) -> tuple[Task, ...]:
+        """Tasks that need nothing, group after group."""
+        return tuple(task for task, count in self.needs_count.items() if not count)
+
+    @cached_property
+    def dependents(self) -> Mapping[Task, tuple[Task, ...]]:
+        """Tasks that need each task: `needs` the other way round."""
+        found: dict[Task, list[Task]] = {task: [] for task in self.tasks}
+        for task in self.tasks:
+            for need in self.needs(task):
+                found[need].append(task)
+        return {task: tuple(others) for task, others in found.items()}
+
+    @cached_property
+    def tasks_per_phase(self) -> Mapping[Phase, int]:
+        """How many tasks each phase has."""
+        return dict.fromkeys(Phase, 0) | Counter(task.phase for task in self.tasks)
+
+    @property
+    def last_pass(self) -> Phase:
+        """The pass after which the update is done with a group."""
+        return Phase.ACTOR_RESPONSE if self.prefix is PrefixMode.WHOLE else Phase.PREFIX_BACKWARD
+
     def bytes_started(self, task: Task) -> int:
         """What `task` begins to hold at its launch."""
-        return sum(life.nbytes for life in self._started.get(task, ()))
+        return sum(life.nbytes for life in self.started_by(task))
+
+    def started_by(self, task: Task) -> tuple[Lifetime, ...]:
+        """What `task` produces."""
+        return self._started.get(task, ())
 
     def used_by(self, task: Task) -> tuple[Lifetime, ...]:
         """What `task` produces or reads."""
@@ -163,7 +246,7 @@ class StepSpec:
 
     def _phases(self, group: int) -> Iterator[Phase]:
         split = self.prefix is not PrefixMode.WHOLE
-        trained = group in self.learning
+        trained = group in self._learners
         scored = self.reference or self.old_logps
         wanted = {
             Phase.PREFILL: self.rollout,
@@ -178,14 +261,17 @@ class StepSpec:
         return (phase for phase, there in wanted.items() if there)
 
     @cached_property
+    def _learners(self) -> frozenset[int]:
+        return frozenset(self.learning)
+
+    @cached_property
     def _needs(self) -> Mapping[Task, tuple[Task, ...]]:
         return {task: tuple(need for need in self._wishes(task) if need in self.tasks) for task in self.tasks}
 
     def _wishes(self, task: Task) -> Iterator[Task]:
         """Needs of `task`, tasks that the step does not have included."""
-        if task.group is None:
-            rest = [other for other in self.tasks if other.phase not in PER_STEP]
-            yield from rest if task.phase is Phase.OPTIMIZER else [Task(Phase.OPTIMIZER)]
+        if task.phase in PER_STEP:
+            yield from self._step_wishes(task)
             return
         group = task.group
         actor_prefix = Phase.PREFILL if self.prefill_is_actor_prefix else Phase.ACTOR_PREFIX
@@ -202,6 +288,18 @@ class StepSpec:
             for phase in (Phase.REWARD, Phase.REF_RESPONSE):  # both: a KL may be part of the reward
                 yield from (Task(phase, other) for other in judged)
 
+    def _step_wishes(self, task: Task) -> Iterator[Task]:
+        """Needs of OPTIMIZER and PUBLISH. Which groups an optimizer step of a unit waits for, its state says: the first
+        that were consumed (progress.py)."""
+        rest = (other for other in self.tasks if other.phase not in PER_STEP)
+        if self.unit is None:
+            yield from rest if task.phase is Phase.OPTIMIZER else self.optimizers
+        elif task.phase is Phase.PUBLISH:
+            yield from rest
+            yield self.optimizers[-1]
+        elif task.group:
+            yield self.optimizers[task.group - 1]
+
     def _lifetimes(self) -> Iterator[Lifetime]:
         for group in range(self.num_groups):
             for hold in self.holds:
@@ -214,8 +312,15 @@ class StepSpec:
 
     @cached_property
     def _started(self) -> Mapping[Task, tuple[Lifetime, ...]]:
-        return {task: tuple(life for life in self.lifetimes if life.producer == task) for task in self.tasks}
+        return _by_task((life.producer, life) for life in self.lifetimes)
 
     @cached_property
     def _used(self) -> Mapping[Task, tuple[Lifetime, ...]]:
-        return {task: tuple(life for life in self.lifetimes if task in life.users) for task in self.tasks}
+        return _by_task((task, life) for life in self.lifetimes for task in life.users)
+
+
+def _by_task(pairs: Iterable[tuple[Task, Lifetime]]) -> dict[Task, tuple[Lifetime, ...]]:
+    found: dict[Task, list[Lifetime]] = {}
+    for task, life in pairs:
+        found.setdefault(task, []).append(life)
+    return {task: tuple(lives) for task, lives in found.items()}

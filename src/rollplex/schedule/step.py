@@ -21,21 +21,15 @@ Neither prefix needs a response: from PREFILL to the end of DECODE lies the wind
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from rollplex.errors import StateError
+from rollplex.schedule.progress import Event, Lane, Launch, Progress, events_of
 from rollplex.schedule.spec import Phase, StepSpec, Task
 
-
-class Lane(StrEnum):
-    """Where a task runs. Lanes run beside each other; each has a number of slots (`Limits`)."""
-
-    MAIN = "main"  # passes that have the device to themselves: all cores, or the default stream
-    DECODE = "decode"  # high priority: the groups that one engine decodes together, and prefills while it decodes
-    WINDOW = "window"  # low priority: passes beside DECODE
-    REWARD = "reward"  # threads of reward functions; no device
+__all__ = ["Executor", "Lane", "Launch", "Limits", "Schedule", "StepState", "run_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,64 +55,110 @@ class Limits:
 
     def slots(self, lane: Lane) -> int | None:
         """Slots of `lane`; None: no limit."""
-        return {
-            Lane.MAIN: self.main,
-            Lane.DECODE: self.decode,
-            Lane.WINDOW: self.window,
-            Lane.REWARD: self.reward,
-        }[lane]
+        slots: int | None = getattr(self, lane)  # fields are named as lanes
+        return slots
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A task to start in a lane. Example: Launch(Task(Phase.REF_PREFIX, 3), Lane.WINDOW)"""
-
-    task: Task
-    lane: Lane
-
-
-@dataclass(frozen=True)
 class StepState:
-    """What a schedule may look at: what runs, what is done, what is free. Never changed; moves make a new one."""
+    """What a schedule may look at: what runs, what is done, what is free. Never changed; moves make a new one.
 
-    spec: StepSpec
-    limits: Limits
-    running: tuple[Launch, ...] = ()  # in the order of their launches
-    done: frozenset[Task] = frozenset()
+    Two states are equal when the same tasks run and the same are done, and ended in the same order. A move costs the
+    same however large the step is, if made from the newest state of its line (progress.py); from an older one the line
+    is played again.
+    """
+
+    __slots__ = ("_ledger", "_length", "limits", "spec")
+
+    def __init__(
+        self, spec: StepSpec, limits: Limits, running: Iterable[Launch] = (), done: Iterable[Task] = ()
+    ) -> None:
+        self.spec, self.limits = spec, limits
+        self._ledger = Progress(spec, events_of(done, running))
+        self._length = len(self._ledger.events)
+
+    @property
+    def _now(self) -> Progress:
+        """The ledger as of this state: the shared one, or one of its own once another state has gone on with that."""
+        if len(self._ledger.events) != self._length:
+            self._ledger = Progress(self.spec, self._ledger.events[: self._length])
+        return self._ledger
+
+    @property
+    def running(self) -> tuple[Launch, ...]:
+        """What runs, in the order of the launches."""
+        return tuple(self._now.running.values())
+
+    @property
+    def done(self) -> frozenset[Task]:
+        """Tasks that have ended. One by one: `is_done`."""
+        return frozenset(self._now.done)
+
+    @property
+    def complete(self) -> Sequence[int]:
+        """Groups whose rewards are there, in the order in which they came. Not to be changed."""
+        return self._now.complete
+
+    @property
+    def begun(self) -> int:
+        """How many groups the update has begun with."""
+        return len(self._now.begun)
 
     @property
     def finished(self) -> bool:
         """Whether every task of the step is done."""
-        return len(self.done) == len(self.spec.tasks)
+        return len(self._now.done) == len(self.spec.tasks)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs."""
+        return not self._now.running
 
     @property
     def used_bytes(self) -> int:
         """What groups hold now: from the launch of its producer to the end of its last user."""
-        started = self.done | {launch.task for launch in self.running}
-        return sum(
-            life.nbytes for life in self.spec.lifetimes if life.producer in started and not life.users <= self.done
-        )
+        return self._now.used_bytes
+
+    def is_done(self, task: Task) -> bool:
+        """Whether `task` has ended."""
+        return task in self._now.done
 
     def launched(self, task: Task) -> bool:
         """Whether `task` was started, be it done or not."""
-        return task in self.done or any(launch.task == task for launch in self.running)
+        return task in self._now.done or task in self._now.running
 
     def running_in(self, lane: Lane) -> tuple[Task, ...]:
         """Tasks that run in `lane`."""
-        return tuple(launch.task for launch in self.running if launch.lane is lane)
+        return tuple(self._now.in_lane[lane])
+
+    def busy(self, lane: Lane) -> int:
+        """How many tasks run in `lane`."""
+        return len(self._now.in_lane[lane])
+
+    def startable(self, phase: Phase) -> Sequence[Task]:
+        """Tasks of `phase` that were not launched and whose needs are done, in the order of the groups."""
+        return self._now.startable[phase]
+
+    def unlaunched(self, order: Sequence[Task]) -> Iterator[Task]:
+        """Tasks of `order` that were not launched. Keep one order: what lies in front is then looked at once."""
+        return self._now.unlaunched(order)
+
+    def runs(self, phase: Phase) -> int:
+        """How many tasks of `phase` run."""
+        return self._now.running_of[phase]
 
     def missing(self, task: Task) -> tuple[Task, ...]:
         """What `task` needs and is not done yet."""
-        return tuple(need for need in self.spec.needs(task) if need not in self.done)
+        done = self._now.done
+        return tuple(need for need in self.spec.needs(task) if need not in done)
 
     def all_done(self, phase: Phase) -> bool:
         """Whether no task of `phase` is left (also where the step has none)."""
-        return all(task in self.done for task in self.spec.tasks if task.phase is phase)
+        return not self._now.left[phase]
 
     def has_slot(self, lane: Lane) -> bool:
         """Whether `lane` can take one more task."""
         slots = self.limits.slots(lane)
-        return slots is None or len(self.running_in(lane)) < slots
+        return slots is None or self.busy(lane) < slots
 
     def fits(self, task: Task) -> bool:
         """Whether what `task` begins to hold fits beside what is held now."""
@@ -128,11 +168,13 @@ class StepState:
     def obstacle(self, launch: Launch) -> str | None:
         """Why `launch` cannot start now; None when it can."""
         task, lane = launch.task, launch.lane
+        now = self._now
         if task not in self.spec.tasks:
             return f"{task} is no task of this step"
-        if self.launched(task):
+        if task in now.done or task in now.running:
             return f"{task} was launched before"
-        if missing := self.missing(task):
+        if now.waits(task):
+            missing = self.missing(task)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             return f"{task} needs {missing[0]}{more}, not done yet"
         if not self.has_slot(lane):
@@ -142,20 +184,52 @@ class StepState:
                 f"{task} does not fit: it begins to hold {self.spec.bytes_started(task)} bytes beside "
                 f"{self.used_bytes} held, of {self.limits.memory_bytes} (Limits.memory_bytes)"
             )
-        return None
+        return now.unit_obstacle(task)
 
     def launch(self, launch: Launch) -> StepState:
         """The state with `launch` running. Raises StateError when it may not start now."""
-        if reason := self.obstacle(launch):
+        if not self._leads_to(launch) and (reason := self.obstacle(launch)):
             raise StateError(f"illegal launch: {reason}")
-        return replace(self, running=(*self.running, launch))
+        return self.accept(launch)
+
+    def accept(self, launch: Launch) -> StepState:
+        """The state with `launch` running, for one in whose way `obstacle` has found nothing."""
+        if not self._leads_to(launch):
+            self._now.add(launch)
+        return self._next()
 
     def finish(self, task: Task) -> StepState:
         """The state with `task` done. Raises StateError when it was not running."""
-        left = tuple(launch for launch in self.running if launch.task != task)
-        if len(left) == len(self.running):
-            raise StateError(f"{task} ended without running; running are {[str(item.task) for item in self.running]}")
-        return replace(self, running=left, done=self.done | {task})
+        if not self._leads_to(task):
+            if task not in self._now.running:
+                names = [str(item) for item in self._now.running]
+                raise StateError(f"{task} ended without running; running are {names}")
+            self._now.add(task)
+        return self._next()
+
+    def _leads_to(self, event: Event) -> bool:
+        """Whether the ledger goes on with `event`: a schedule has tried it, and now it is done."""
+        events = self._ledger.events
+        return len(events) > self._length and events[self._length] == event
+
+    def _next(self) -> StepState:
+        state = object.__new__(StepState)
+        state.spec, state.limits, state._ledger, state._length = self.spec, self.limits, self._ledger, self._length + 1
+        return state
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StepState):
+            return NotImplemented
+        return self._facts() == other._facts()
+
+    def __hash__(self) -> int:
+        return hash(self._facts())
+
+    def __repr__(self) -> str:
+        return f"StepState({len(self._now.done)} of {len(self.spec.tasks)} tasks done, running {self.running})"
+
+    def _facts(self) -> tuple[object, ...]:
+        return self.spec, self.limits, self.running, tuple(self._now.done)
 
 
 class Schedule(Protocol):
@@ -202,7 +276,7 @@ def run_step(schedule: Schedule, executor: Executor, spec: StepSpec, limits: Lim
             for launch in schedule.ready(state):
                 state = state.launch(launch)
                 executor.launch(launch)
-            if not state.running:
+            if state.idle:
                 raise StateError(_deadlock(schedule, state))
             state = state.finish(executor.wait())
     except BaseException:
@@ -213,7 +287,7 @@ def run_step(schedule: Schedule, executor: Executor, spec: StepSpec, limits: Lim
 
 def _deadlock(schedule: Schedule, state: StepState) -> str:
     """Names the first task that only the schedule, or memory, holds back: one exists, since needs have no cycle."""
-    task = next(task for task in state.spec.tasks if task not in state.done and not state.missing(task))
+    task = next(task for task in state.spec.tasks if not state.is_done(task) and not state.missing(task))
     blocked = [other for other in state.spec.tasks if task in state.spec.needs(other)]
     waiting = f"; {blocked[0]} and {len(blocked) - 1} more wait for it" if blocked else ""
     reason = "its needs are done and it fits, but the schedule does not launch it"

@@ -85,6 +85,5 @@ class Stream:
         turn.offer_rewards()
         turn.offer_rollout()
         for phase in _URGENCY:
-            for task in turn.pending(phase):
-                turn.offer_pass(task)
+            turn.offer_passes(phase)
         return tuple(turn.launches)

@@ -8,32 +8,29 @@ room that something else must have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rollplex.errors import ConfigError
-from rollplex.schedule.spec import PREFIXES, Phase, StepSpec, Task
+from rollplex.schedule.spec import Phase, StepSpec, Task
 from rollplex.schedule.step import Lane, Launch, Limits, StepState
-
-_REFERENCE = (Phase.REF_PREFIX, Phase.REF_RESPONSE)
-_UPDATE = (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)
-_ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.REWARD)
 
 
 def stage_order(spec: StepSpec) -> tuple[Task, ...]:
     """All tasks, stage after stage: rollout of all groups, then their scoring, then their update; group by group."""
-    stages = (_ROLLOUT, (*PREFIXES, Phase.REF_RESPONSE) if spec.old_logps else _REFERENCE, _UPDATE)
-    ordered = [Task(phase, group) for stage in stages for group in range(spec.num_groups) for phase in stage]
-    return tuple(dict.fromkeys(task for task in [*ordered, *spec.tasks] if task in spec.tasks))
+    return spec.by_stage
 
 
 def group_order(spec: StepSpec) -> tuple[Task, ...]:
     """All tasks, group after group, each from its prefill to its prefix backward."""
-    return tuple(spec.tasks)
+    return spec.by_group
 
 
-def peak_of_rest(state: StepState, order: Sequence[Task]) -> tuple[int, Task | None]:
-    """Most bytes held at once, and the task at which, when all running tasks end and the rest runs one by one."""
-    done = set(state.done) | {launch.task for launch in state.running}
+def peak_of_rest(state: StepState, order: Sequence[Task], also: Task | None = None) -> tuple[int, Task | None]:
+    """Most bytes held at once, and the task at which, when all running tasks end and the rest runs one by one.
+
+    also: a task taken as running too.
+    """
+    done = set(state.done) | {launch.task for launch in state.running} | ({also} if also is not None else set())
     used = sum(life.nbytes for life in state.spec.lifetimes if life.producer in done and not life.users <= done)
     peak, where = used, None
     for task in order:
@@ -72,55 +69,73 @@ class Turn:
         launch = Launch(task, lane)
         if self.state.obstacle(launch) is not None:
             return False
-        after = self.state.launch(launch)
         cap = self.state.limits.memory_bytes
         if cap is not None:
             order = next((o for o in self.orders if peak_of_rest(self.state, o)[0] <= cap), self.order)
-            if peak_of_rest(after, order)[0] > cap:
+            if peak_of_rest(self.state, order, also=task)[0] > cap:
                 return False
-        self.state = after
+        self.state = self.state.accept(launch)
         self.launches.append(launch)
         return True
 
     def offer_pass(self, task: Task) -> bool:
         """Offer a pass over the model: in the window while groups decode, else alone in the main lane."""
-        if self.state.running_in(Lane.DECODE):
-            return not self.state.running_in(Lane.MAIN) and self.offer(task, Lane.WINDOW)
-        return not self.state.running_in(Lane.WINDOW) and self.offer(task, Lane.MAIN)
+        lane = self._pass_lane()
+        return lane is not None and self.offer(task, lane)
+
+    def offer_passes(self, phase: Phase) -> None:
+        """Offer the passes of `phase` that may start, one by one while the device takes another."""
+        for task in self.pending(phase):
+            lane = self._pass_lane()
+            if lane is None:
+                return
+            self.offer(task, lane)
+
+    def _pass_lane(self) -> Lane | None:
+        """Where a pass could start now; None: nowhere."""
+        lane, other = (Lane.WINDOW, Lane.MAIN) if self.state.busy(Lane.DECODE) else (Lane.MAIN, Lane.WINDOW)
+        return lane if self.state.has_slot(lane) and not self.state.busy(other) else None
 
     def offer_rewards(self) -> None:
         """Rewards of complete groups, at once: they run in threads of their own under every schedule."""
-        for task in self.pending(Phase.REWARD):
-            self.offer(task, Lane.REWARD)
+        self.offer_all(Phase.REWARD, Lane.REWARD)
 
     def offer_rollout(self) -> None:
         """Prefills first, as they are bound by compute; decoding as soon as none can start. The same in every schedule.
 
         Once groups decode, one that finds room later is prefilled by the engine beside them, in their lane.
         """
-        if self.state.running_in(Lane.MAIN):
+        if self.state.busy(Lane.MAIN):
             return
-        if self.state.running_in(Lane.DECODE) or self.state.running_in(Lane.WINDOW):
-            self._offer_decodes()
-            if not any(launch.task.phase is Phase.PREFILL for launch in self.state.running):
+        if self.state.busy(Lane.DECODE) or self.state.busy(Lane.WINDOW):
+            self.offer_all(Phase.DECODE, Lane.DECODE)
+            if not self.state.runs(Phase.PREFILL):
                 self._offer_prefill(Lane.DECODE)
         elif not self._offer_prefill(Lane.MAIN):
-            self._offer_decodes()
+            self.offer_all(Phase.DECODE, Lane.DECODE)
 
     def _offer_prefill(self, lane: Lane) -> bool:
         """Offer one: the first group that fits."""
         return any(self.offer(task, lane) for task in self.pending(Phase.PREFILL))
 
-    def _offer_decodes(self) -> None:
-        for task in self.pending(Phase.DECODE):
-            self.offer(task, Lane.DECODE)
+    def offer_all(self, phase: Phase, lane: Lane) -> None:
+        """Offer every task of `phase` that may start, while `lane` has a slot."""
+        for task in self.pending(phase):
+            if not self.state.has_slot(lane):
+                return
+            self.offer(task, lane)
 
     def offer_next(self) -> None:
         """The next passes in exactly this turn's order: sums of gradients then come out the same to the last bit."""
-        for task in self.order:
-            if task.phase is not Phase.REWARD and not self.state.launched(task) and not self.offer_pass(task):
+        for task in self.state.unlaunched(self.order):
+            if task.phase is not Phase.REWARD and not self.offer_pass(task):
                 return
 
-    def pending(self, *phases: Phase) -> list[Task]:
-        """Tasks of `phases` that were not launched, in this turn's order."""
-        return [task for task in self.order if task.phase in phases and not self.state.launched(task)]
+    def pending(self, phase: Phase) -> Iterator[Task]:
+        """Tasks of `phase` that were not launched and whose needs are done, in the order of the groups; those launched
+        meanwhile are passed over."""
+        passed = 0
+        while passed < len(tasks := self.state.startable(phase)):
+            task = tasks[passed]
+            yield task
+            passed += passed < len(tasks := self.state.startable(phase)) and tasks[passed] is task
