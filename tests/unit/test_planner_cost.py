@@ -110,6 +110,19 @@ def test_sharing_divides_prompt_work_by_the_group() -> None:
     assert flops(PrefixMode.WHOLE, *every) == pytest.approx(flops(PrefixMode.PER_RESPONSE, *every), rel=0.03)
 
 
+def test_a_pack_shares_weights_and_launches_and_a_micro_batch_reads_them_again() -> None:
+    group, counts = GroupLoad(Prompt(500), (101,) * 8), ModelCounts(shape())
+
+    def work(phase: Phase, **options: Any) -> Work:
+        return passes(phase, group, counts, Algorithm(**options))[0].text
+
+    alone, packed = work(Phase.REF_PREFIX), work(Phase.REF_PREFIX, pack_groups=4)
+    assert (packed.flops, 4 * packed.weight_bytes) == (alone.flops, alone.weight_bytes)
+    once, thrice = (work(Phase.ACTOR_RESPONSE, micro_batch_tokens=budget) for budget in (800, 300))
+    assert (thrice.flops, thrice.kernels) == (once.flops, 3 * once.kernels)
+    assert work(Phase.ACTOR_RESPONSE, micro_batch_tokens=800, pack_groups=2).kernels == once.kernels  # 2 / 2
+
+
 def test_ppo_adds_a_critic_wherever_it_runs() -> None:
     grpo, ppo = step_cost(), step_cost(Algorithm(kind="ppo"))
     for phase in (Phase.REF_PREFIX, Phase.REF_RESPONSE, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD):

@@ -29,7 +29,11 @@ from rollplex.schedule.spec import PREFIXES, Phase, PrefixMode
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What a step computes, whatever the hardware. `kind` "ppo" has a critic; everything else is an option of both."""
+    """What a step computes, whatever the hardware. `kind` "ppo" has a critic; everything else is an option of both.
+
+    pack_groups: groups whose prompts run as one pass, and their responses on it, as far as train.micro_batch_tokens
+    reaches: they share the reading of weights and the launches.
+    """
 
     kind: Literal["grpo", "ppo"] = "grpo"
     reference: bool = True
@@ -38,17 +42,20 @@ class Algorithm:
     activations: Activations = "checkpoint"
     prefill_is_actor_prefix: bool = False  # the engine in this process; off: an engine with a prompt pass of its own
     micro_batch_tokens: int = 8192
+    pack_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of one model. `sweeps`: times that `tokens` tokens go through the layers, for collectives."""
+    """One pass of one model. `sweeps`: times that `tokens` tokens go through the layers, for collectives. `cut`: run in
+    micro-batches; prompts are not cut."""
 
     name: str
     text: Work
     vision: Work
     tokens: float
     sweeps: float = 1.0
+    cut: bool = False
 
 
 def passes(phase: Phase, group: GroupLoad, counts: ModelCounts, algorithm: Algorithm) -> tuple[Pass, ...]:
@@ -81,7 +88,7 @@ class _Group:
         if phase not in runs or (whole and phase in (*PREFIXES, Phase.PREFIX_BACKWARD)):
             return
         make, models = runs[phase]
-        yield from (make(who) for who, wanted in models if wanted)
+        yield from (self._packed(make(who)) for who, wanted in models if wanted)
 
     @property
     def _copies(self) -> int:
@@ -114,7 +121,7 @@ class _Group:
         if self.algorithm.prefix is PrefixMode.WHOLE:
             return self._whole(f"{who} scoring, whole sequences", who, with_grad=False)
         text = self.counts.response([self.group], head=who != "critic")
-        return self._batched(Pass(f"{who} scoring", text, NOTHING, self._fed))
+        return Pass(f"{who} scoring", text, NOTHING, self._fed, cut=True)
 
     def _train(self, who: str) -> Pass:
         if self.algorithm.prefix is PrefixMode.WHOLE:
@@ -123,7 +130,7 @@ class _Group:
         text = counts.response(group) + counts.response_backward(group)
         if who == "critic":
             text = text + -1.0 * self._head_training()
-        return self._batched(Pass(f"{who} responses, forward and backward", text, NOTHING, self._fed, 2.0))
+        return Pass(f"{who} responses, forward and backward", text, NOTHING, self._fed, 2.0, cut=True)
 
     def _whole(self, name: str, who: str, *, with_grad: bool) -> Pass:
         counts, group = self.counts, self.group
@@ -144,17 +151,21 @@ class _Group:
         if who == "critic":
             text = text + -1.0 * (self._head_training() if with_grad else counts.head(group.response_tokens))
         tokens = sum(group.prompt.tokens + n for n in group.responses)
-        return self._batched(Pass(name, text, tower, tokens, sweeps))
+        return Pass(name, text, tower, tokens, sweeps, cut=True)
 
     def _head_training(self) -> Work:
         head = self.counts.head(self.group.response_tokens)
         return head + head + head.backward(self.counts.dtype_bytes)
 
-    def _batched(self, whole: Pass) -> Pass:
-        """Weights are read and kernels launched once for each micro-batch."""
-        times = max(1, ceil(whole.tokens / self.algorithm.micro_batch_tokens))
-        again = Work(weight_bytes=whole.text.weight_bytes, kernels=whole.text.kernels) * (times - 1)
-        return dataclasses.replace(whole, text=whole.text + again)
+    def _packed(self, one: Pass) -> Pass:
+        """This group's share of the weights read and the kernels launched: once for each micro-batch of its pack."""
+        pack = self.algorithm.pack_groups
+        times = max(1, ceil(pack * one.tokens / self.algorithm.micro_batch_tokens)) if one.cut else 1
+        return dataclasses.replace(one, text=_repeated(one.text, times / pack), vision=_repeated(one.vision, 1 / pack))
+
+
+def _repeated(work: Work, times: float) -> Work:
+    return dataclasses.replace(work, weight_bytes=work.weight_bytes * times, kernels=work.kernels * times)
 
 
 def optimizer_bytes(parameters: float, dtype_bytes: int) -> float:

@@ -1,0 +1,172 @@
+"""Efficiencies of a machine from what it measured: least squares over the spans of a trace.
+
+Unknowns are the fields of `hardware.Efficiency` in logarithms, so that they stay positive; a residual is the logarithm
+of predicted over measured seconds, so that short and long spans weigh alike. A weak pull towards the values that the
+fit starts from keeps those that the spans say nothing about where they were (attention, where prompts are short).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from rollplex.errors import ConfigError
+from rollplex.planner.cost import StepCost
+from rollplex.planner.hardware import Hardware, hardware_facts
+from rollplex.schedule.spec import Phase, Task
+from rollplex.trace import Span
+
+FREE = ("matmul", "attention", "memory", "kernel_s", "decode_step_s")
+# Weight of the pull: a field a factor e from its start costs as much as one span that is 3 % off.
+_PULL = 0.03
+# Spans shorter than this are the clock's and the interpreter's.
+SHORTEST_S = 1e-4
+# What the spans of runtime/stopwatch.py hold, for all groups of a step, by the names they have there.
+_WHOLE_STEP: dict[str, tuple[Phase, ...]] = {
+    "prefix": (Phase.PREFILL,),
+    "score": (Phase.REF_PREFIX, Phase.REF_RESPONSE),
+    "update": (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD, Phase.OPTIMIZER),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One span: what it was, how long it took, and what a machine would take for it."""
+
+    phase: str
+    seconds: float
+    predict: Callable[[Hardware], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """How well a phase is met: seconds of all its spans, and the error of a span."""
+
+    spans: int
+    measured_s: float
+    predicted_s: float
+    typical_error: float  # root mean square of log(predicted / measured)
+
+    @property
+    def relative(self) -> float:
+        """predicted / measured - 1, over all spans of the phase."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The fitted machine and what is left unexplained, by phase."""
+
+    hardware: Hardware
+    residuals: Mapping[str, Residual]
+    spans: int
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data for JSON; hardware.hardware_from_facts reads its "hardware" back."""
+        left = {phase: {**dataclasses.asdict(r), "relative": r.relative} for phase, r in self.residuals.items()}
+        return {"source": "measured", "hardware": hardware_facts(self.hardware), "residuals": left, "spans": self.spans}
+
+
+def measured_spans(spans: Iterable[Span], steps: Mapping[int, StepCost]) -> list[Measured]:
+    """The spans of `steps` that a cost model can speak about, each with its prediction.
+
+    steps: by the spans' step number, what the step consisted of; a span's group is its place in `groups`. Spans named
+    after a phase are one task; "prefix", "score" and "update" are all groups' on one replica. Others (prompts, reward)
+    are left out, as are spans that are too short and phases that the step does not have.
+    """
+    found = []
+    for span in spans:
+        cost = steps.get(span.step)
+        if cost is None or span.source != "measured" or span.seconds < SHORTEST_S:
+            continue
+        tasks = _tasks(span, cost)
+        if tasks:
+            found.append(Measured(span.name, span.seconds, _predictor(cost, tasks)))
+    return found
+
+
+def fit(measured: Sequence[Measured], start: Hardware, free: Sequence[str] = FREE) -> Calibration:
+    """The efficiencies `free` that make `start` take as long as was measured, in the sense of least squares.
+
+    Raises ConfigError without a span, for an unknown field, or for one that starts at 0 (its logarithm is fitted).
+    """
+    unknown = [name for name in free if name not in FREE]
+    if unknown or not free:
+        raise ConfigError(f"{unknown or 'nothing'} cannot be fitted; fields: {', '.join(FREE)}")
+    if not measured:
+        raise ConfigError("no span of the trace belongs to a phase of the steps given; trace more steps of the run")
+    zero = [name for name in free if getattr(start.efficiency, name) <= 0]
+    if zero:
+        raise ConfigError(f"efficiency {zero[0]} starts at 0; needed above 0 to be fitted, or leave it out of the fit")
+    origin = np.log([getattr(start.efficiency, name) for name in free])
+
+    def device(logs: NDArray[np.float64]) -> Hardware:
+        return start.reaching(**{name: math.exp(value) for name, value in zip(free, logs, strict=True)})
+
+    def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        now = device(logs)
+        misses = [math.log(m.predict(now) / m.seconds) for m in measured]
+        return np.concatenate([misses, _PULL * (logs - origin)])
+
+    best = device(least_squares(errors, origin, bounds=(origin - 12, origin + 12)).x)
+    return Calibration(best, residuals(measured, best), len(measured))
+
+
+def residuals(measured: Sequence[Measured], device: Hardware) -> dict[str, Residual]:
+    """How well `device` meets each phase: also the report on a setting that the fit has not seen."""
+    found = {}
+    for phase in dict.fromkeys(m.phase for m in measured):
+        pairs = [(m.seconds, m.predict(device)) for m in measured if m.phase == phase]
+        misses = [math.log(predicted / seconds) for seconds, predicted in pairs]
+        found[phase] = Residual(
+            len(pairs),
+            sum(seconds for seconds, _ in pairs),
+            sum(predicted for _, predicted in pairs),
+            math.sqrt(sum(miss * miss for miss in misses) / len(misses)),
+        )
+    return found
+
+
+def on(cost: StepCost, device: Hardware) -> StepCost:
+    """The same step on another machine, both sides."""
+    sides = (dataclasses.replace(side, hardware=device) for side in (cost.train, cost.rollout))
+    train, rollout = sides
+    return dataclasses.replace(cost, train=train, rollout=rollout)
+
+
+def _tasks(span: Span, cost: StepCost) -> list[Task]:
+    every = range(len(cost.groups))
+    if span.name in _WHOLE_STEP:
+        phases = [p for p in _WHOLE_STEP[span.name] if not (p is Phase.ACTOR_PREFIX and _prefilled(cost))]
+        return [Task(p, g) for p in phases if p is not Phase.OPTIMIZER for g in every] + [
+            Task(p) for p in phases if p is Phase.OPTIMIZER
+        ]
+    if span.name not in set(Phase) - {Phase.REWARD}:
+        return []
+    phase = Phase(span.name)
+    if phase in (Phase.OPTIMIZER, Phase.PUBLISH):
+        return [Task(phase)]
+    return [Task(phase, span.group)] if span.group is not None and span.group in every else []
+
+
+def _prefilled(cost: StepCost) -> bool:
+    return cost.algorithm.prefill_is_actor_prefix
+
+
+def _predictor(cost: StepCost, tasks: Sequence[Task]) -> Callable[[Hardware], float]:
+    known: dict[Hardware, StepCost] = {}
+
+    def seconds(device: Hardware) -> float:
+        if device not in known:  # one machine at a time: the fit moves on
+            known.clear()
+            known[device] = on(cost, device)
+        return sum(known[device].task(task).total for task in tasks)
+
+    return seconds

@@ -1,0 +1,111 @@
+"""Fitted efficiencies: known ones found again from spans that they made, and what cannot be fitted refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from rollplex.errors import ConfigError
+from rollplex.models.shapes import shape_from_hf
+from rollplex.planner.calibrate import fit, measured_spans, on, residuals
+from rollplex.planner.cost import Side, StepCost
+from rollplex.planner.flops import ModelCounts
+from rollplex.planner.hardware import Efficiency, Hardware, hardware, hardware_from_facts
+from rollplex.planner.load import GroupLoad, Prompt
+from rollplex.planner.parallel import Parallel
+from rollplex.planner.passes import Algorithm
+from rollplex.schedule.spec import Phase, StepSpec, Task
+from rollplex.trace import Span
+
+SHAPE = shape_from_hf({"model_type": "qwen3_vl"}, "defaults")
+TRUE = hardware("a100-80g").reaching(matmul=0.5, attention=0.2, memory=0.7, kernel_s=4e-5, decode_step_s=3e-3)
+PHASES = (Phase.PREFILL, Phase.DECODE, Phase.REF_PREFIX, Phase.REF_RESPONSE, Phase.ACTOR_RESPONSE)
+
+
+def steps(device: Hardware) -> dict[int, StepCost]:
+    """Prompts short and long, batches small and large: what each efficiency needs to be seen."""
+    side = Side(ModelCounts(SHAPE), device, Parallel())
+    loads = {
+        1: [GroupLoad(Prompt(64), (20,) * 2)] * 2,
+        2: [GroupLoad(Prompt(30000), (50,) * 4)] * 2,
+        3: [GroupLoad(Prompt(2000), (400,) * 64)] * 4,
+    }
+    algorithm = Algorithm(prefill_is_actor_prefix=True)
+    return {step: StepCost(side, side, algorithm, tuple(groups)) for step, groups in loads.items()}
+
+
+def spans(noise: float = 0.0) -> list[Span]:
+    rng, found = np.random.default_rng(0), []
+    for step, cost in steps(TRUE).items():
+        for group in range(len(cost.groups)):
+            for phase in PHASES:
+                seconds = cost.task(Task(phase, group)).total * float(np.exp(noise * rng.standard_normal()))
+                found.append(Span(phase, "main", 0.0, seconds, step, group))
+        spec = StepSpec(len(cost.groups), reference=True, prefill_is_actor_prefix=True)
+        update = (Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD, Phase.OPTIMIZER)
+        seconds = sum(cost.task(task).total for task in spec.tasks if task.phase in update)
+        found.append(Span("update", "main", 0.0, seconds, step))
+    return found
+
+
+def test_known_efficiencies_are_found_again() -> None:
+    start = hardware("a100-80g")
+    found = fit(measured_spans(spans(), steps(start)), start)
+    for field in dataclasses.fields(Efficiency):
+        wanted = getattr(TRUE.efficiency, field.name) if field.name != "link" else start.efficiency.link
+        assert getattr(found.hardware.efficiency, field.name) == pytest.approx(wanted, rel=0.05), field.name
+    assert set(found.residuals) == {*PHASES, "update"}
+    assert all(abs(left.relative) < 0.01 and left.typical_error < 0.01 for left in found.residuals.values())
+
+
+def test_noise_does_not_carry_over_to_another_setting() -> None:
+    start = hardware("a100-80g")
+    found = fit(measured_spans(spans(noise=0.1), steps(start)), start).hardware
+    unseen = [GroupLoad(Prompt(9000), (120,) * 8)] * 3
+    for phase in PHASES:
+        truth, guess = (
+            dataclasses.replace(on(steps(start)[1], device), groups=tuple(unseen)).task(Task(phase, 1)).total
+            for device in (TRUE, found)
+        )
+        assert guess == pytest.approx(truth, rel=0.1), phase
+
+
+def test_the_residual_says_which_phase_is_not_met() -> None:
+    odd = [dataclasses.replace(s, end_s=3 * s.end_s) if s.name == Phase.REF_PREFIX else s for s in spans()]
+    found = residuals(measured_spans(odd, steps(TRUE)), TRUE)
+    assert found[Phase.REF_PREFIX].relative == pytest.approx(-2 / 3)
+    assert found[Phase.DECODE].relative == pytest.approx(0)
+
+
+def test_what_is_no_task_of_the_steps_is_left_out() -> None:
+    cost = steps(TRUE)
+    strange = [
+        Span("prompts", "main", 0, 1, 1),
+        Span("reward", "reward", 0, 1, 1, 0),
+        Span("decode", "decode", 0, 1, 1, 99),
+        Span("decode", "decode", 0, 1, 77, 0),
+        Span("decode", "decode", 0, 1e-6, 1, 0),
+        Span("decode", "decode", 0, 1, 1, 0, source="simulated"),
+    ]
+    assert measured_spans(strange, cost) == []
+
+
+def test_a_calibration_is_a_file_of_its_own() -> None:
+    start = hardware("a100-80g")
+    facts = json.loads(json.dumps(fit(measured_spans(spans(), steps(start)), start).facts()))
+    assert facts["source"] == "measured"
+    assert hardware_from_facts(facts["hardware"]).efficiency.matmul == pytest.approx(0.5, rel=0.05)
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    start = hardware("a100-80g")
+    known = measured_spans(spans(), steps(start))
+    with pytest.raises(ConfigError, match="no span"):
+        fit([], start)
+    with pytest.raises(ConfigError, match="speed"):
+        fit(known, start, free=("speed",))
+    with pytest.raises(ConfigError, match="kernel_s starts at 0"):
+        fit(known, start.reaching(kernel_s=0.0))
