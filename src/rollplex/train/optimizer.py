@@ -48,11 +48,7 @@ class PolicyOptimizer:
         self.masters: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         for name, weight in self.weights.items():
-            if weight.dtype in (torch.float32, torch.float64):
-                self.masters[name] = weight
-            else:
-                self.masters[name] = weight.detach().float()
-                self._hooks.append(weight.register_post_accumulate_grad_hook(self._accumulate(name)))
+            self.masters[name] = self._master(name, weight)
         decayed = [self.masters[name] for name, weight in self.weights.items() if weight.ndim >= 2]
         plain = [self.masters[name] for name, weight in self.weights.items() if weight.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -63,6 +59,13 @@ class PolicyOptimizer:
             eps=config.adam_epsilon,
             fused=True,
         )
+
+    def _master(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """What AdamW moves for `weight`: itself, or an fp32 copy that takes over the gradients of a 16-bit one."""
+        if weight.dtype in (torch.float32, torch.float64):
+            return weight
+        self._hooks.append(weight.register_post_accumulate_grad_hook(self._accumulate(name)))
+        return weight.detach().float()
 
     def _accumulate(self, name: str) -> Any:
         def hook(weight: torch.Tensor) -> None:
@@ -98,7 +101,7 @@ class PolicyOptimizer:
         rate = learning_rate_at(self.num_steps, self.total_steps, self.config)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.config.max_grad_norm))
+        norm = self._clip()
         if not math.isfinite(norm):
             self.drop_gradients()
             raise TrainingError(
@@ -108,12 +111,20 @@ class PolicyOptimizer:
             )
         self.num_steps += 1  # before the first weight moves: who finds the old count finds the old weights
         self.adamw.step()
+        self._write_weights()
+        self.drop_gradients()
+        return OptimizerStep(norm, rate)
+
+    def _clip(self) -> float:
+        """Scale the gradients down to the largest norm allowed; their norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.config.max_grad_norm))
+
+    def _write_weights(self) -> None:
+        """The weights from their masters, where those are copies."""
         with torch.no_grad():
             for name, weight in self.weights.items():
                 if self.masters[name] is not weight:
                     weight.copy_(self.masters[name])
-        self.drop_gradients()
-        return OptimizerStep(norm, rate)
 
     def drop_gradients(self) -> None:
         """Forget all accumulated gradients."""
