@@ -12,13 +12,22 @@ SCHEDULES: dict[str, str] = {
     "rollplex": "rollplex.schedule.rollplex:Rollplex",
     "stream": "rollplex.schedule.stream:Stream",
 }
+"""For one set of devices that samples and trains: what `rollplex train` can run."""
+
+POOL_SCHEDULES: dict[str, str] = {
+    "disaggregated": "rollplex.schedule.pools:Disaggregated",
+    "rolloutpipe": "rollplex.schedule.pools:RolloutPipe",
+}
+"""For a rollout pool and a trainer pool: in virtual time so far. `async` needs several steps at once: run.py."""
 
 
 def schedule_named(name: str) -> Schedule:
     """The schedule of a registered name, or of 'module:Name'. Raises ConfigError for an unknown or unusable one."""
-    module_name, colon, attribute = SCHEDULES.get(name, name).partition(":")
+    module_name, colon, attribute = (SCHEDULES | POOL_SCHEDULES).get(name, name).partition(":")
     if not colon or not module_name or not attribute:
-        raise ConfigError(f"schedule {name!r} is unknown; needed one of {', '.join(SCHEDULES)}, or 'module:Name'")
+        raise ConfigError(
+            f"schedule {name!r} is unknown; needed one of {', '.join(SCHEDULES | POOL_SCHEDULES)}, or 'module:Name'"
+        )
     try:
         schedule: Schedule = getattr(importlib.import_module(module_name), attribute)()
     except ModuleNotFoundError as error:

@@ -146,6 +146,10 @@ class StepState:
         """How many tasks of `phase` run."""
         return self._now.running_of[phase]
 
+    def left(self, phase: Phase) -> int:
+        """How many tasks of `phase` are not done."""
+        return self._now.left[phase]
+
     def missing(self, task: Task) -> tuple[Task, ...]:
         """What `task` needs and is not done yet."""
         done = self._now.done
