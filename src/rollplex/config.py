@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rollplex.config_devices import MemoryConfig
+from rollplex.config_rollout import RolloutConfig, VllmConfig
 from rollplex.config_section import Section
 
 
@@ -117,25 +118,6 @@ class RewardConfig(Section):
     )
 
 
-class RolloutConfig(Section):
-    """How responses are sampled."""
-
-    prompts_per_step: int = Field(4, ge=1, description="Distinct prompts of one rollout.")
-    num_generations: int = Field(8, ge=1, description="Responses per prompt (G).")
-    max_completion_length: int = Field(64, ge=1, description="Most tokens of a response.")
-    temperature: float = Field(1.0, gt=0, description="Softmax temperature, in sampling and in every log-prob.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus probability; 1 is off.")
-    top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 is off.")
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="Keep tokens of at least min_p times the top probability."
-    )
-    repetition_penalty: float = Field(
-        1.0, gt=0, description="Divides positive (multiplies negative) logits of tokens already present; 1 is off."
-    )
-    stop_token_ids: tuple[int, ...] = Field((), description="Further ids that end a response, beside the model's own.")
-    max_decode_rows: int = Field(256, ge=1, description="Most responses decoded together.")
-
-
 class AlgorithmConfig(Section):
     """Advantages, loss, KL and mismatch correction."""
 
@@ -186,6 +168,11 @@ class TrainConfig(Section):
     share_prefix: bool = Field(
         True, description="Compute each prompt once per update (exact). off: the ordinary full-sequence path."
     )
+    unshared_prefix: Literal["whole", "per_response"] = Field(
+        "whole",
+        description="With share_prefix off: each response in one pass with its prompt, or the prompt once per response "
+        "in passes of their own that can move beside decoding (to measure hoisting without sharing).",
+    )
     prefix_activations: Literal["graph", "checkpoint", "recompute"] = Field(
         "graph",
         description="Prefix activations between prefix pass and prefix backward: keep all, keep layer inputs, or run "
@@ -207,6 +194,35 @@ class TrainConfig(Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay (not on norms and biases).")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")
+
+
+class ScheduleConfig(Section):
+    """When each phase of a step runs: the order, and what runs beside decoding."""
+
+    name: str = Field(
+        "rollplex",
+        description="serial: phase after phase; rollplex: prefixes beside decoding, the same bits; stream: besides, "
+        "complete groups are trained on while others decode; or 'module:Name'.",
+    )
+    overlap: Literal["off", "on", "auto"] = Field(
+        "auto",
+        description="Passes beside decoding: never, always, or as long as they hide more than they slow decoding down.",
+    )
+    unit_tokens: int = Field(
+        1024,
+        ge=1,
+        description="Prompt tokens of one prefix pass, the unit that is scheduled; a longer prompt stands alone. The "
+        "same under every schedule and overlap, since it decides the order of sums.",
+    )
+    decode_threads: int | None = Field(
+        None, ge=1, description="CPU threads of decoding; absent: all that the window does not take."
+    )
+    window_threads: int | None = Field(
+        None, ge=1, description="CPU threads of passes beside decoding; absent: half, or what decode_threads leaves."
+    )
+    pass_timeout_s: float = Field(
+        3600.0, gt=0, description="Seconds after which a pass beside decoding counts as hung and ends the run."
+    )
 
 
 class SharingConfig(Section):
@@ -281,6 +297,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How responses are sampled.")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantage, loss, KL, correction.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="The update.")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="When each phase of a step runs.")
     sharing: SharingConfig = Field(
         default_factory=SharingConfig, description="One copy of the weights under two tensor-parallel degrees."
     )
@@ -301,6 +318,10 @@ class Config(Section):
 def _sampling_problems(config: Config) -> list[str]:
     rollout, algorithm = config.rollout, config.algorithm
     problems = []
+    if rollout.engine == "local" and rollout.vllm != VllmConfig():
+        problems.append("rollout.vllm does nothing with rollout.engine local; set rollout.engine=vllm or leave it out")
+    if rollout.engine == "vllm" and config.model.dtype == "float64" and rollout.vllm.dtype is None:
+        problems.append("vLLM computes in float32 at most, model.dtype is float64; set rollout.vllm.dtype")
     if rollout.prompts_per_step % algorithm.steps_per_generation:
         problems.append(
             f"algorithm.steps_per_generation {algorithm.steps_per_generation} does not divide rollout.prompts_per_step "

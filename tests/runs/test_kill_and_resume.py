@@ -24,7 +24,7 @@ def _config(output_dir: Path, resume: str | None):
 
     return Config.model_validate(
         {
-            "run": {"output_dir": str(output_dir), "save_steps": 1, "num_threads": 1, "log_completions_steps": 3,
+            "run": {"output_dir": str(output_dir), "save_steps": 1, "num_threads": 2, "log_completions_steps": 3,
                     "save_total_limit": 2, "resume_from_checkpoint": resume, "seed": 5},
             "model": {"build": {"family": "qwen3_vl"}},
             "data": {"task": "mixed", "image_size": 56},
@@ -33,6 +33,7 @@ def _config(output_dir: Path, resume: str | None):
             "rewards": {"reward_funcs": [f"{__file__}:length_reward"]},
             "train": {"max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2},
             "warm_start": {"steps": 2, "batch_size": 4},
+            "schedule": {"name": "rollplex", "overlap": "on", "unit_tokens": 64},  # killed inside windows too
         }
     )  # fmt: skip
 
@@ -80,7 +81,7 @@ def _tensors(run: Path):
 
 def _metrics(run: Path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("timing_s/", "step_time")
+    timed = ("timing_s/", "step_time", "overlap/")
     return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
 
 

@@ -39,6 +39,9 @@ def _config(folder: Path, *overrides: str) -> Config:
     return load_config(packaged_recipe("tiny_qwen2_5_vl"), [*options, *overrides])
 
 
+PASSES = {"prefill", "actor_response", "prefix_backward", "optimizer", "publish"}
+
+
 def _events(folder: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
     trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
     assert trace["otherData"] == {"run": folder.name, "source": "measured"}
@@ -56,8 +59,11 @@ def test_chosen_steps_are_traced(tmp_path: Path) -> None:
     for step in (2, 3):
         own = [event for event in events if event["args"]["step"] == step]
         measured = metrics[step - 1]
-        main = {event["name"]: event["dur"] / 1e6 for event in own if lanes[event["tid"]] == "main"}
-        assert set(main) == {"prompts", "prefix", "score", "update"}
+        main: dict[str, float] = {}
+        for event in own:
+            if lanes[event["tid"]] == "main":
+                main[event["args"]["phase"]] = main.get(event["args"]["phase"], 0.0) + event["dur"] / 1e6
+        assert set(main) == {"prompts", *PASSES}
         for name, seconds in main.items():
             assert seconds == pytest.approx(measured[f"timing_s/{name}"], abs=1e-3)
         ids = [(step - 1) * 2, (step - 1) * 2 + 1]
@@ -65,8 +71,8 @@ def test_chosen_steps_are_traced(tmp_path: Path) -> None:
             {event["args"]["group"]: event for event in own if event["cat"] == lane} for lane in ("decode", "reward")
         )
         assert sorted(decode) == sorted(reward) == ids
-        longest = max(event["dur"] for event in decode.values()) / 1e6
-        assert longest <= measured["timing_s/decode"] + 1e-3
+        # engine iterations alone; a group's span also holds what the main thread did between them
+        assert 0 < measured["timing_s/decode"] <= measured["step_time"]
         for group in ids:  # a reward starts when its group is complete, and takes at least what the function takes
             assert reward[group]["ts"] == pytest.approx(decode[group]["ts"] + decode[group]["dur"], abs=10)
             assert reward[group]["dur"] / 1e6 >= SLOW_S
@@ -88,7 +94,8 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     shutil.rmtree(folder / "checkpoint-2")
     train(_config(folder, *overrides, "resume_from_checkpoint=auto"))
     after, _ = _events(folder)
-    assert len(after) == len(before) == 2 * (4 + 2 * 2)
+    # the prompts make one unit, each pass of which has a span; decode and reward have one per prompt
+    assert len(after) == len(before) == 2 * (1 + len(PASSES) + 2 * 2)
     assert [e for e in after if e["args"]["step"] == 1] == [e for e in before if e["args"]["step"] == 1]
     assert [e for e in after if e["args"]["step"] == 2] != [e for e in before if e["args"]["step"] == 2]
     (folder / "trace.jsonl").write_text("{", encoding="utf-8")

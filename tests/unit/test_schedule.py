@@ -468,7 +468,6 @@ def test_busy_time_counts_overlapping_spans_once() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("rollplex", {"prefix": PrefixMode.WHOLE}, "train.share_prefix=false"),
         ("stream", {"optimizer_steps": 4}, r"found 4 \(algorithm.steps_per_generation x algorithm.num_iterations\)"),
         ("stream", {"advantage": AdvantageScope.BATCH}, "algorithm.scale_rewards=batch"),
         ("stream", {"resampling": True}, "algorithm.dynamic_sampling=resample"),
@@ -487,7 +486,6 @@ def test_steps_that_a_schedule_refuses(name: str, changes: dict[str, object], me
         ({"trained": (2,)}, "distinct groups"),
         ({"trained": ()}, "distinct groups"),
         ({"prefix": PrefixMode.WHOLE, "prefill_is_actor_prefix": True}, "needs shared prefixes"),
-        ({"rollout": False}, "turn both off"),
         ({"holds": (Hold("x", Phase.PREFILL, (), (1,)),)}, "bytes for each of 2 groups"),
         ({"holds": (Hold("x", Phase.PREFILL, (Phase.OPTIMIZER,), (1, 1)),)}, "have no group"),
     ],
@@ -516,7 +514,7 @@ def _config(**sections: object) -> Config:
 
 
 def test_a_plain_run_is_one_step() -> None:
-    (spec,) = steps_of_rollout(_config(algorithm={"beta": 0.04}), prefill_is_actor_prefix=True)
+    (spec,) = steps_of_rollout(_config(algorithm={"beta": 0.04}), prefill_is_actor_prefix=True, minibatches=[4])
     assert (spec.num_groups, spec.reference, spec.old_logps, spec.learning) == (4, True, False, (0, 1, 2, 3))
     assert Task(Phase.ACTOR_PREFIX, 0) not in spec.tasks
     assert Task(Phase.PREFILL, 0) in spec.needs(Task(Phase.ACTOR_RESPONSE, 0))
@@ -524,7 +522,7 @@ def test_a_plain_run_is_one_step() -> None:
 
 def test_several_optimizer_steps_are_several_specs() -> None:
     config = _config(algorithm={"beta": 0.04, "steps_per_generation": 2, "num_iterations": 2})
-    first, *later = steps_of_rollout(config, prefill_is_actor_prefix=False)
+    first, *later = steps_of_rollout(config, prefill_is_actor_prefix=False, minibatches=[2, 2])
     assert [spec.learning for spec in (first, *later)] == [(0, 1), (2, 3)] * 2
     assert first.old_logps and first.reference
     # every group is scored before the weights move; only those of this step are trained on
@@ -552,7 +550,7 @@ def test_several_optimizer_steps_are_several_specs() -> None:
     ],
 )
 def test_stream_refuses_what_the_configuration_says(algorithm: dict[str, object]) -> None:
-    spec = steps_of_rollout(_config(algorithm=algorithm), prefill_is_actor_prefix=True)[0]
+    spec = steps_of_rollout(_config(algorithm=algorithm), prefill_is_actor_prefix=True, minibatches=[4])[0]
     with pytest.raises(ConfigError, match="schedule 'stream'"):
         schedule_named("stream").check(spec, Limits())
     schedule_named("rollplex").check(spec, Limits())

@@ -48,10 +48,8 @@ class WeightLease:
         """Be the only one for the block. Raises StateError while anyone reads or writes."""
         with self._lock:
             if self._writer is not None or self._readers:
-                holders = sorted(self._readers) or [self._writer]
-                raise StateError(
-                    f"{name} would write weights that {', '.join(map(str, holders))} still uses; wait for it to end"
-                )
+                holders = ", ".join(sorted(self._readers)) or self._writer
+                raise StateError(f"{name} would write weights that {holders} still uses; wait for it to end")
             self._writer = name
         try:
             yield

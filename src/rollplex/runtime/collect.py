@@ -30,8 +30,52 @@ class RawGroup:
     scores: GroupScores
 
 
+@dataclass(frozen=True, slots=True)
+class PendingGroup:
+    """A complete group whose rewards are on their way."""
+
+    group: Group
+    texts: tuple[str, ...]
+    scores: PendingScores
+
+
+class Rollout:
+    """Prompts that one engine decodes together. A group's rewards start with its last response."""
+
+    def __init__(self, collector: Collector, engine: RolloutEngine, num_generations: int, state: TrainerState):
+        self.collector, self.engine, self.num_generations, self.state = collector, engine, num_generations, state
+        self._slots: dict[int, tuple[Slot, int]] = {}  # of open groups, with the weight version that samples them
+        self._responses: dict[int, dict[int, Response]] = {}
+
+    def admit(self, slot: Slot, weight_version: int) -> None:
+        """Queue all responses of a prompt."""
+        self._slots[slot.rollout_id] = (slot, weight_version)
+        self._responses[slot.rollout_id] = {}
+        self.engine.admit(slot.rollout_id, slot.spec)
+
+    def step(self) -> list[PendingGroup]:
+        """One engine iteration; the groups that it completed. Raises EngineError when the engine stops short."""
+        complete = []
+        for finished in self.engine.step():
+            responses = self._responses[finished.rollout_id]
+            responses[finished.response.index] = finished.response
+            if len(responses) == self.num_generations:
+                complete.append(self._close(finished.rollout_id))
+        if self._slots and not self.engine.busy:
+            raise EngineError(f"the engine ended without all responses of rollout ids {sorted(self._slots)}")
+        return complete
+
+    def _close(self, rollout_id: int) -> PendingGroup:
+        slot, weight_version = self._slots.pop(rollout_id)
+        responses = self._responses.pop(rollout_id)
+        ordered = tuple(responses[index] for index in range(self.num_generations))
+        group = Group(rollout_id, slot.example, slot.spec, ordered, weight_version)
+        texts = self.collector.texts(group)
+        return PendingGroup(group, texts, self.collector.rewards.submit(group, texts, self.state))
+
+
 class Collector:
-    """Drives an engine to the end of a rollout while rewards run beside it."""
+    """Completions into texts and rewards."""
 
     def __init__(self, tokenizer: Any, rewards: RewardRunner):
         self.tokenizer, self.rewards = tokenizer, rewards
@@ -43,26 +87,14 @@ class Collector:
         num_generations: int,
         weight_version: int,
         state: TrainerState,
-    ) -> list[tuple[Group, tuple[str, ...], PendingScores]]:
-        """Sample all responses of `slots`; groups in slot order, their rewards on the way."""
-        by_id = {slot.rollout_id: slot for slot in slots}
-        open_groups: dict[int, dict[int, Response]] = {slot.rollout_id: {} for slot in slots}
-        complete: dict[int, tuple[Group, tuple[str, ...], PendingScores]] = {}
+    ) -> list[PendingGroup]:
+        """Sample all responses of `slots` and nothing else meanwhile; groups in slot order, rewards on the way."""
+        rollout = Rollout(self, engine, num_generations, state)
         for slot in slots:
-            engine.admit(slot.rollout_id, slot.spec)
+            rollout.admit(slot, weight_version)
+        complete: dict[int, PendingGroup] = {}
         while engine.busy:
-            for finished in engine.step():
-                responses = open_groups[finished.rollout_id]
-                responses[finished.response.index] = finished.response
-                if len(responses) == num_generations:
-                    slot = by_id[finished.rollout_id]
-                    ordered = tuple(responses[index] for index in range(num_generations))
-                    group = Group(slot.rollout_id, slot.example, slot.spec, ordered, weight_version)
-                    texts = self.texts(group)
-                    complete[slot.rollout_id] = (group, texts, self.rewards.submit(group, texts, state))
-        missing = [i for i in by_id if i not in complete]
-        if missing:
-            raise EngineError(f"the engine ended without all responses of rollout ids {missing}")
+            complete |= {pending.group.rollout_id: pending for pending in rollout.step()}
         return [complete[slot.rollout_id] for slot in slots]
 
     def texts(self, group: Group) -> tuple[str, ...]:
@@ -70,10 +102,10 @@ class Collector:
         ids = [list(response.token_ids) for response in group.responses]
         return tuple(self.tokenizer.batch_decode(ids, skip_special_tokens=True))
 
-    def scored(self, pending: Sequence[tuple[Group, tuple[str, ...], PendingScores]]) -> list[RawGroup]:
+    def scored(self, pending: Sequence[PendingGroup]) -> list[RawGroup]:
         """Wait for the rewards, each with a deadline."""
         deadline_s = self.rewards.longest_wait_s(len(pending))
-        return [RawGroup(group, texts, scores.result(deadline_s)) for group, texts, scores in pending]
+        return [RawGroup(item.group, item.texts, item.scores.result(deadline_s)) for item in pending]
 
 
 def merged_log_metrics(raw: Sequence[RawGroup]) -> Mapping[str, float]:

@@ -1,35 +1,48 @@
 """One on-policy step in one process: prompts -> prefixes -> rollout -> rewards -> advantages -> new weights.
 
-With `share_prefix` the prompt pass happens once: the same pack serves decoding, scoring and, for the first optimizer
-step, the update. Nothing in here knows where prompts come from or where results are kept.
+The learner describes the step (schedule/spec.py), gives it its work (step_tasks.py) and lets a schedule drive the
+executor. With `share_prefix` the prompt pass happens once: the same pack serves decoding, scoring and, for the first
+optimizer step, the update. Nothing in here knows where prompts come from or where results are kept.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollplex.config import Config
 from rollplex.errors import SamplingExhausted
 from rollplex.models.policy import Policy
-from rollplex.rollout.engine import SamplingParams
-from rollplex.rollout.local_engine import LocalEngine
+from rollplex.rollout.engine import RolloutEngine, SamplingParams
+from rollplex.rollout.local_engine import LocalEngine, PrefixSource
 from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metrics
+from rollplex.runtime.device import DeviceLanes, device_lanes
+from rollplex.runtime.executor import InProcessExecutor, WindowThread
 from rollplex.runtime.step_metrics import completion_metrics, token_counts
+from rollplex.runtime.step_tasks import EngineFactory, StepTasks
 from rollplex.runtime.stopwatch import Stopwatch
-from rollplex.tasks.rewards import PendingScores, TrainerState
+from rollplex.runtime.units import Unit, cut_units
+from rollplex.schedule.overlap import OverlapControl, StepSample
+from rollplex.schedule.registry import schedule_named
+from rollplex.schedule.spec import PER_STEP, Phase, PrefixMode, StepSpec
+from rollplex.schedule.spec_from_config import prefix_mode, steps_of_rollout
+from rollplex.schedule.step import Limits, Schedule, run_step
+from rollplex.tasks.rewards import TrainerState
 from rollplex.trace import Span
-from rollplex.train.advantage import Advantages, compute_advantages, estimator_of, has_spread, reward_metrics
-from rollplex.train.kl import response_kl
-from rollplex.train.microbatch import counts_in_loss
+from rollplex.train.advantage import has_spread, reward_metrics
 from rollplex.train.optimizer import PolicyOptimizer
-from rollplex.train.prefix_book import PrefixBook
+from rollplex.train.prefix_book import PackUse
 from rollplex.train.reference import Reference
-from rollplex.train.update import FrozenLogps, Updater
-from rollplex.types import Group, ScoredGroup
+from rollplex.train.update import Updater
+from rollplex.types import ScoredGroup
+
+logger = logging.getLogger(__name__)
 
 NextSlots = Callable[[int], list[Slot]]
 """Number of prompts -> that many new slots."""
+
+_PASSES = [p for p in Phase if p not in (Phase.PREFILL, Phase.DECODE, Phase.REWARD, *PER_STEP)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,78 +67,134 @@ class Learner:
         config: Config,
         *,
         stop_token_ids: Sequence[int],
+        make_engine: EngineFactory | None = None,
     ):
+        """make_engine: absent, the local engine on the policy's own weights."""
         self.policy, self.optimizer, self.collector, self.config = policy, optimizer, collector, config
         self.updater = Updater(policy, optimizer, reference, config)
         self.params = SamplingParams.from_config(
             config, stop_token_ids=stop_token_ids, banned_token_ids=policy.adapter.vision_token_ids
         )
+        self.schedule: Schedule = schedule_named(config.schedule.name)
+        self.lanes: DeviceLanes = device_lanes(
+            policy.device,
+            decode_threads=config.schedule.decode_threads,
+            window_threads=config.schedule.window_threads,
+        )
+        self._make_engine = make_engine or self._local_engine
+        self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
+        self.window = WindowThread()
+        slot_counts = [1] * config.algorithm.steps_per_generation
+        for spec in self._specs(slot_counts):  # a schedule that cannot run this configuration says so now
+            self.schedule.check(spec, Limits())
+
+    def close(self) -> None:
+        """End the window's thread."""
+        self.window.close()
 
     def step(self, next_slots: NextSlots, state: TrainerState) -> StepOutcome:
         """One rollout and its optimizer steps. On an error no half-applied gradient is left."""
         watch = Stopwatch(state.global_step + 1)
         encoded = self._encode_calls()
         try:
-            raw, book, extra = self._rollout(next_slots, state, watch)
-            if not raw:  # nothing to learn from, by dynamic_sampling_exhausted=skip
+            if self.config.algorithm.dynamic_sampling == "resample":
+                tasks, extra = self._resampled(next_slots, state, watch)
+            else:
+                with watch.phase("prompts"):
+                    slots = next_slots(self.config.rollout.prompts_per_step)
+                tasks, extra = self._tasks(slots, state, watch), {}
+            if tasks is None:  # nothing to learn from, by dynamic_sampling_exhausted=skip
                 return StepOutcome(extra | {"step_time": watch.total()} | watch.metrics(), (), (), tuple(watch.spans))
-            groups = [item.group for item in raw]
-            with watch.phase("score"):
-                frozen = self.updater.frozen_logps(groups, book)
-            advantages = self._advantages(raw, frozen)
-            scored = [
-                ScoredGroup(item.group, item.scores.rewards, item.scores.parts, values, item.scores.extras)
-                for item, values in zip(raw, advantages.values, strict=True)
-            ]
-            with watch.phase("update"):
-                updated = self.updater.update(scored, book, frozen)
+            sample = self._run(tasks, watch)
         except BaseException:
             self.optimizer.drop_gradients()
             raise
+        if message := self.overlap.record(sample):
+            logger.info("step %d: %s", state.global_step + 1, message)
+        raw = tasks.groups()
+        advantages = tasks.advantages(raw)
+        groups = [item.group for item in raw]
         repeated, unique = token_counts(groups)
         metrics = {
             **reward_metrics([i.scores.rewards for i in raw], [i.scores.parts for i in raw], advantages),
             **completion_metrics(groups),
-            **updated,
+            **tasks.update_metrics(),
             **merged_log_metrics(raw),
             **extra,
             "num_tokens": float(repeated),
             "prefix/unique_tokens_ratio": unique / repeated,
             "vision/encode_calls": float(self._encode_calls() - encoded),
+            **self.overlap.metrics(sample),
             "step_time": watch.total(),
             **watch.metrics(),
         }
-        return StepOutcome(metrics, tuple(scored), tuple(item.texts for item in raw), tuple(watch.spans))
+        texts = tuple(item.texts for item in raw)
+        return StepOutcome(metrics, tuple(tasks.scored(raw, advantages)), texts, tuple(watch.spans))
 
-    def _rollout(
+    def _run(self, tasks: StepTasks, watch: Stopwatch) -> StepSample:
+        """All optimizer steps of one rollout, driven by the schedule."""
+        is_open = self.overlap.window_open
+        limits = Limits(window=1 if is_open else 0)
+        decode_s = hidden_s = 0.0
+        sizes = [sum(unit.minibatch == n for unit in tasks.units) for n in range(self._minibatches)]
+        for spec in self._specs(sizes, rollout=not tasks.raw):
+            tasks.begin(spec)
+            executor = self._executor(tasks, watch)
+            run_step(self.schedule, executor, spec, limits)
+            decode_s += executor.decode_s
+            hidden_s += executor.hidden_s
+        tokens = sum(len(r.token_ids) for item in tasks.raw.values() for r in item.group.responses)
+        exposed_s = sum(watch.seconds.get(name, 0.0) for name in (*_PASSES, "window"))
+        return StepSample(is_open, tokens, decode_s, exposed_s, hidden_s)
+
+    def _resampled(
         self, next_slots: NextSlots, state: TrainerState, watch: Stopwatch
-    ) -> tuple[list[RawGroup], PrefixBook | None, dict[str, float]]:
-        """Groups to learn from. With dynamic sampling, groups of equal rewards are replaced, for a bounded number of
-        rounds."""
-        wanted = self.config.rollout.prompts_per_step
-        dynamic = self.config.algorithm.dynamic_sampling == "resample"
-        budget = 1 if dynamic else self.config.train.micro_batch_tokens  # a dropped prompt must not hold up a pack
-        book = PrefixBook(self.policy, budget) if self.config.train.share_prefix else None
-        fresh = self._sample(next_slots, wanted, book, state, watch)
-        if not dynamic:
-            return fresh, book, {}
-        kept: list[RawGroup] = []
-        spare: list[RawGroup] = []
+    ) -> tuple[StepTasks | None, dict[str, float]]:
+        """Groups to learn from, complete and scored: those of equal rewards are replaced, for a bounded number of
+        rounds. Rounds run without passes beside decoding: which groups stay is not known yet."""
+        algorithm, wanted = self.config.algorithm, self.config.rollout.prompts_per_step
+        kept: list[tuple[RawGroup, Slot, PackUse | None]] = []
+        spare: list[tuple[RawGroup, Slot, PackUse | None]] = []
         sampled = rounds = 0
         while True:
+            with watch.phase("prompts"):
+                slots = next_slots(wanted - len(kept))
+            fresh = self._sample(slots, state, watch)
             sampled += len(fresh)
-            kept += [item for item in fresh if has_spread(item.scores.rewards)]
-            spare = [*spare, *(item for item in fresh if not has_spread(item.scores.rewards))][: wanted - len(kept)]
-            if book is not None:  # the prefixes of groups that nobody will train on
-                book.keep({item.group.rollout_id for item in (*kept, *spare)})
-            if len(kept) == wanted or rounds == self.config.algorithm.dynamic_sampling_max_rounds:
+            kept += [item for item in fresh if has_spread(item[0].scores.rewards)]
+            spare += [item for item in fresh if not has_spread(item[0].scores.rewards)]
+            for _, _, use in spare[wanted - len(kept) :]:  # the prefixes of groups that nobody will train on
+                if use is not None:
+                    use.pack.release()
+            spare = spare[: wanted - len(kept)]
+            if len(kept) == wanted or rounds == algorithm.dynamic_sampling_max_rounds:
                 break
             rounds += 1
-            fresh = self._sample(next_slots, wanted - len(kept), book, state, watch)
         extra = {"dynamic_sampling/accept_rate": len(kept) / sampled, "dynamic_sampling/rounds": float(rounds)}
-        return self._exhausted(kept, spare, wanted), book, extra
+        chosen = self._exhausted(kept, spare, wanted)
+        if not chosen:
+            return None, extra
+        tasks = self._tasks([slot for _, slot, _ in chosen], state, watch, one_each=True)
+        for raw, _, use in chosen:
+            tasks.adopt(raw, use)
+        return tasks, extra
 
-    def _exhausted(self, kept: list[RawGroup], spare: list[RawGroup], wanted: int) -> list[RawGroup]:
+    def _sample(
+        self, slots: Sequence[Slot], state: TrainerState, watch: Stopwatch
+    ) -> list[tuple[RawGroup, Slot, PackUse | None]]:
+        """One round: a rollout of one-prompt units, since a dropped prompt must not hold up the memory of others."""
+        units = [Unit((slot,), 0) for slot in slots]
+        tasks = self._new_tasks(units, state, watch)
+        executor = self._executor(tasks, watch)
+        executor.run_rollout(len(units))
+        return [(tasks.raw[slot.rollout_id], slot, tasks.actor_prefix_of(number)) for number, slot in enumerate(slots)]
+
+    def _exhausted(
+        self,
+        kept: list[tuple[RawGroup, Slot, PackUse | None]],
+        spare: list[tuple[RawGroup, Slot, PackUse | None]],
+        wanted: int,
+    ) -> list[tuple[RawGroup, Slot, PackUse | None]]:
         if len(kept) == wanted:
             return kept
         policy = self.config.algorithm.dynamic_sampling_exhausted
@@ -138,71 +207,59 @@ class Learner:
             )
         return [] if policy == "skip" else kept + spare
 
+    def _tasks(
+        self, slots: Sequence[Slot], state: TrainerState, watch: Stopwatch, *, one_each: bool = False
+    ) -> StepTasks:
+        """The work of one rollout over `slots`; one_each: a unit per prompt, as resampling needs them."""
+        mode = prefix_mode(self.config)
+        units = cut_units(
+            slots,
+            minibatches=self._minibatches,
+            budget_tokens=1
+            if one_each
+            else min(self.config.schedule.unit_tokens, self.config.train.micro_batch_tokens),
+            copies=self.config.rollout.num_generations if mode is PrefixMode.PER_RESPONSE else 1,
+        )
+        return self._new_tasks(units, state, watch)
+
+    def _new_tasks(self, units: Sequence[Unit], state: TrainerState, watch: Stopwatch) -> StepTasks:
+        return StepTasks(
+            policy=self.policy,
+            updater=self.updater,
+            collector=self.collector,
+            make_engine=self._make_engine,
+            config=self.config,
+            units=units,
+            state=state,
+            watch=watch,
+        )
+
+    def _local_engine(self, source: PrefixSource) -> RolloutEngine:
+        return LocalEngine(self.policy, self.params, max_rows=self.config.rollout.max_decode_rows, prefix_source=source)
+
+    def _executor(self, tasks: StepTasks, watch: Stopwatch) -> InProcessExecutor:
+        timeout_s = self.config.schedule.pass_timeout_s
+        return InProcessExecutor(tasks, self.lanes, self.window, watch, pass_timeout_s=timeout_s)
+
+    def _specs(self, sizes: Sequence[int], *, rollout: bool = True) -> tuple[StepSpec, ...]:
+        """The optimizer steps of one rollout whose minibatches have `sizes` units; rollout off: it has been sampled."""
+        return steps_of_rollout(
+            self.config,
+            prefill_is_actor_prefix=self.config.train.share_prefix and rollout,
+            minibatches=sizes,
+            sampled=not rollout,
+        )
+
+    @property
+    def _minibatches(self) -> int:
+        return self.config.algorithm.steps_per_generation
+
+    def _why_closed(self) -> str | None:
+        if not self.lanes.can_overlap:
+            return "one CPU thread: decoding leaves none for the window (run.num_threads, schedule.window_threads)"
+        return None
+
     def _encode_calls(self) -> int:
         """Prompts that went through the vision tower so far, the policy's and the reference's."""
         reference = self.updater.reference
         return self.policy.encode_calls + (0 if reference is None else reference.policy.encode_calls)
-
-    def _sample(
-        self, next_slots: NextSlots, count: int, book: PrefixBook | None, state: TrainerState, watch: Stopwatch
-    ) -> list[RawGroup]:
-        with watch.phase("prompts"):
-            slots = next_slots(count)
-        if book is not None:
-            with watch.phase("prefix"):
-                self._compute_prefixes(slots, book)
-        engine = LocalEngine(
-            self.policy,
-            self.params,
-            max_rows=self.config.rollout.max_decode_rows,
-            prefix_source=None if book is None else book.source,
-        )
-        with watch.phase("decode", traced=False) as decode_began_s:
-            pending = self.collector.decode(
-                engine, slots, self.params.num_generations, self.policy.weight_version, state
-            )
-        with watch.phase("reward", traced=False):
-            raw = self.collector.scored(pending)
-        _trace_groups(watch, decode_began_s, pending, raw)
-        return raw
-
-    def _compute_prefixes(self, slots: Sequence[Slot], book: PrefixBook) -> None:
-        """Prefixes of the first optimizer step are kept for its backward; later steps' would be stale by then."""
-        steps = self.config.algorithm.steps_per_generation
-        first = len(slots) if steps == 1 else len(slots) // steps
-        book.compute({slot.rollout_id: slot.spec for slot in slots[:first]}, self.config.train.prefix_activations)
-        if first < len(slots):
-            book.compute({slot.rollout_id: slot.spec for slot in slots[first:]}, "none")
-
-    def _advantages(self, raw: Sequence[RawGroup], frozen: FrozenLogps) -> Advantages:
-        algorithm = self.config.algorithm
-        kl = None
-        if algorithm.kl_in_reward and frozen.old is not None and frozen.ref is not None:
-            ids = [item.group.rollout_id for item in raw]
-            kl = [response_kl(frozen.old[i], frozen.ref[i], algorithm.kl_estimator) for i in ids]
-        masked = algorithm.mask_truncated_completions
-        lengths = [
-            [len(r.token_ids) if counts_in_loss(r, mask_truncated=masked) else 0 for r in item.group.responses]
-            for item in raw
-        ]
-        return compute_advantages(
-            [item.scores.rewards for item in raw],
-            estimator=estimator_of(algorithm.loss_type),
-            scale_rewards=algorithm.scale_rewards,
-            beta=algorithm.beta,
-            kl=kl,
-            lengths=lengths,
-        )
-
-
-def _trace_groups(
-    watch: Stopwatch,
-    decode_began_s: float,
-    pending: Sequence[tuple[Group, tuple[str, ...], PendingScores]],
-    raw: Sequence[RawGroup],
-) -> None:
-    """Spans of each group: decoded until its rewards were submitted, rewarded until the last function's answer."""
-    for (group, _, scores), item in zip(pending, raw, strict=True):
-        complete_s = scores.submitted
-        watch.record("decode", "decode", decode_began_s, complete_s, group=group.rollout_id)
-        watch.record("reward", "reward", complete_s, complete_s + item.scores.seconds, group=group.rollout_id)

@@ -46,7 +46,7 @@ class Session:
 def build_session(config: Config, *, processor_path: Path | None = None) -> Session:
     """Task, model and processor of `config`. `processor_path`: the folder where a model that is built again was saved,
     whose tokenizer it must keep."""
-    _refuse_parallel(config.sharing)
+    _refuse_parallel(config)
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     task = build_task(config.data, config.data.split, config.run.seed)
@@ -56,13 +56,15 @@ def build_session(config: Config, *, processor_path: Path | None = None) -> Sess
     return Session(config, task, loaded, Policy(loaded.model), prompts, stops)
 
 
-def _refuse_parallel(sharing: SharingConfig) -> None:
+def _refuse_parallel(config: Config) -> None:
     """Raises ConfigError for options that one process would leave without effect."""
-    changed = [name for name, value in sharing if value != getattr(SharingConfig(), name)]
+    used = {"rollout_tp"} if config.rollout.engine == "vllm" else set()
+    changed = [name for name, value in config.sharing if value != getattr(SharingConfig(), name) and name not in used]
     if changed:
         raise ConfigError(
-            f"sharing.{changed[0]} is {getattr(sharing, changed[0])}: one process trains and rolls out without tensor "
-            f"parallelism, so the options of sharing are for `rollplex plan`; leave them out ({', '.join(changed)})"
+            f"sharing.{changed[0]} is {getattr(config.sharing, changed[0])}: one process trains and rolls out without "
+            "tensor parallelism, so the options of sharing are for `rollplex plan` (rollout_tp for rollout.engine vllm "
+            f"too); leave them out ({', '.join(changed)})"
         )
 
 

@@ -12,9 +12,10 @@ from rollplex.trace import Span
 
 @dataclass
 class Stopwatch:
-    """Sums seconds per phase name (`metrics`), and keeps what ran when (`spans`). Times are those of time.monotonic.
+    """Sums seconds per phase name that the main thread spent (`metrics`), and keeps what ran when (`spans`).
 
-    Lane "main" holds what the main thread does itself; lanes "decode" and "reward" hold groups.
+    Times are those of time.monotonic. Lane "main" holds what had the device to itself, "window" passes beside decoding;
+    lanes "decode" and "reward" hold groups. `record` may be called from any thread.
     """
 
     step: int
@@ -24,8 +25,8 @@ class Stopwatch:
     to_epoch_s: float = field(default_factory=lambda: time.time() - time.monotonic())  # so that resumed runs line up
 
     @contextmanager
-    def phase(self, name: str, *, traced: bool = True) -> Iterator[float]:
-        """Add the block's wall time to `name`; its span goes into the main lane. Yields when it began.
+    def phase(self, name: str, *, lane: str = "main", group: int | None = None, traced: bool = True) -> Iterator[float]:
+        """Add the block's wall time to `name`, and a span to `lane`. Yields when it began.
 
         traced=False: no span, since the groups of this phase have their own.
         """
@@ -34,14 +35,23 @@ class Stopwatch:
             yield begin_s
         finally:
             end_s = time.monotonic()
-            self.seconds[name] = self.seconds.get(name, 0.0) + end_s - begin_s
+            self.add(name, end_s - begin_s)
             if traced:
-                self.record(name, "main", begin_s, end_s)
+                self.record(name, lane, begin_s, end_s, group=group)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to the sum of `name` without a span."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def record(self, name: str, lane: str, start_s: float, end_s: float, *, group: int | None = None) -> None:
         """Add a span, in seconds of time.monotonic."""
         offset = self.to_epoch_s
         self.spans.append(Span(name, lane, start_s + offset, end_s + offset, self.step, group))
+
+    @staticmethod
+    def now() -> float:
+        """Seconds of the clock that `record` takes."""
+        return time.monotonic()
 
     def total(self) -> float:
         """Seconds since this stopwatch was made."""

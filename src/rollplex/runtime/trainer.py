@@ -157,9 +157,10 @@ class Trainer:
         return evaluate(self.session, self.collector, self.learner.params, state)
 
     def close(self) -> None:
-        """Stop media and reward threads."""
+        """Stop media, reward and window threads."""
         self.feed.close()
         self.rewards.close()
+        self.learner.close()
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> RunResult:
         rewards: list[float] = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollplex.errors import ConfigError
-from rollplex.schedule.spec import Phase, PrefixMode, StepSpec
+from rollplex.schedule.spec import Phase, StepSpec
 from rollplex.schedule.step import Launch, Limits, StepState
 from rollplex.schedule.turn import Turn, check_memory, stage_order
 
@@ -11,19 +10,14 @@ from rollplex.schedule.turn import Turn, check_memory, stage_order
 class Rollplex:
     """While groups decode, prefixes of the reference and then of the actor run beside them, as far as they fit.
 
-    Those that found no place run when their turn comes. With one process and no reference there may be nothing to
-    move: the engine's prefill is the actor's prefix then (`prefill_is_actor_prefix`).
+    Those that found no place run when their turn comes. There may be nothing to move: in one process without a
+    reference, where the engine's prefill is the actor's prefix (`prefill_is_actor_prefix`), and with whole sequences.
     """
 
     name = "rollplex"
 
     def check(self, spec: StepSpec, limits: Limits) -> None:
-        """Refuses whole sequences: they have no prefix pass that could move."""
-        if spec.prefix is PrefixMode.WHOLE:
-            raise ConfigError(
-                "schedule 'rollplex' moves prefix passes into the decode window, and train.share_prefix=false has none "
-                "apart from the response passes; share the prefix, or use schedule 'serial'"
-            )
+        """Runs every step that fits into memory one task at a time."""
         check_memory(self.name, spec, limits, stage_order(spec))
 
     def ready(self, state: StepState) -> tuple[Launch, ...]:

@@ -128,8 +128,6 @@ class StepSpec:
                 f"prefill_is_actor_prefix needs shared prefixes and a rollout, found prefix {self.prefix} and rollout "
                 f"{self.rollout}: the engine's one pass per prompt is then not what the update reads"
             )
-        if not self.rollout and (self.reference or self.old_logps):
-            raise ConfigError("a later optimizer step has reference and old log-probs from the first: turn both off")
         self._check_unit()
         for hold in self.holds:
             if len(hold.nbytes) != self.num_groups or min(hold.nbytes) < 0:

@@ -13,7 +13,7 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +120,15 @@ class PendingScores:
 
     def done(self) -> bool:
         """Whether `result` would return (or raise) without waiting."""
-        return all(call.future.done() for _, call, _ in self.calls)
+        futures = [call.future for _, call, _ in self.calls]
+        if self.raise_on_timeout and any(f.done() and (f.cancelled() or f.exception(timeout=0)) for f in futures):
+            return True
+        return all(future.done() for future in futures)
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, from whatever thread, each time that a function has answered (now, if it has already)."""
+        for _, call, _ in self.calls:
+            call.future.add_done_callback(lambda _: listener())
 
     def result(self, timeout_s: float) -> GroupScores:
         """Wait for all functions, at most `timeout_s` seconds from now.

@@ -1,0 +1,58 @@
+"""The sections of the configuration about how responses are sampled, and by what. Part of the tree in config.py. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollplex.config_section import Section
+
+
+class VllmConfig(Section):
+    """vLLM engines; their tensor-parallel degree is sharing.rollout_tp."""
+
+    servers: int = Field(0, ge=0, description="Engines, each in a server process of its own; 0: one in this process.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="Dtype of the engine's weights and compute; absent: model.dtype."
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Most tokens of a prompt with its response; absent: as many as the model was made for."
+    )
+    kv_cache_gib: float = Field(
+        4.0, gt=0, description="Memory of the KV cache on each device, in GiB; room for one longest sequence at least."
+    )
+    enforce_eager: bool = Field(False, description="Neither compile the model nor capture CUDA graphs.")
+    sleep: bool = Field(
+        False, description="Release the engine's weights and KV cache while the policy is updated (not on CPU)."
+    )
+    bucket_mib: int = Field(
+        256, ge=1, description="Weights pushed into other processes at a time, in MiB; a larger tensor goes alone."
+    )
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the start of a server process.")
+    timeout_s: float = Field(
+        300.0, gt=0, description="Deadline for a decoding step, and for a push, sleep or wake of an engine."
+    )
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["local", "vllm"] = Field(
+        "local", description="local: decode on the training weights themselves. vllm: push weights into vLLM."
+    )
+    vllm: VllmConfig = Field(default_factory=VllmConfig, description="How vLLM engines are built.")
+    prompts_per_step: int = Field(4, ge=1, description="Distinct prompts of one rollout.")
+    num_generations: int = Field(8, ge=1, description="Responses per prompt (G).")
+    max_completion_length: int = Field(64, ge=1, description="Most tokens of a response.")
+    temperature: float = Field(1.0, gt=0, description="Softmax temperature, in sampling and in every log-prob.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus probability; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 is off.")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Keep tokens of at least min_p times the top probability."
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, description="Divides positive (multiplies negative) logits of tokens already present; 1 is off."
+    )
+    stop_token_ids: tuple[int, ...] = Field((), description="Further ids that end a response, beside the model's own.")
+    max_decode_rows: int = Field(256, ge=1, description="Most responses decoded together.")

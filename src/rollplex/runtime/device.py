@@ -1,0 +1,112 @@
+"""Lanes of one device: how much of it each kind of work gets. The one module that touches torch.cuda.
+
+CPU: a budget of threads per lane; torch keeps the number of threads of each calling thread apart. CUDA: streams,
+decoding at high and window passes at low priority. A block ends when its work has ended on the device, so that "done"
+means done for every lane and no memory is handed over that a kernel still reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class DeviceLanes(Protocol):
+    """Blocks in which a lane's work runs, each in the thread that enters it."""
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether the window lane has anything of its own to run on."""
+
+    def main(self) -> AbstractContextManager[None]:
+        """The device to itself."""
+
+    def decode(self, *, beside_window: bool) -> AbstractContextManager[None]:
+        """Decoding, alone or while a pass runs in the window."""
+
+    def window(self) -> AbstractContextManager[None]:
+        """Passes beside decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLanes:
+    """Threads of each lane, of the `main_threads` that the run has."""
+
+    main_threads: int
+    decode_threads: int  # alone
+    beside_threads: int  # of decoding while a pass runs in the window
+    window_threads: int
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether decoding leaves a thread idle."""
+        return self.window_threads > 0
+
+    def main(self) -> AbstractContextManager[None]:
+        """All threads."""
+        return _threads(self.main_threads)
+
+    def decode(self, *, beside_window: bool) -> AbstractContextManager[None]:
+        """Threads of decoding."""
+        return _threads(self.beside_threads if beside_window else self.decode_threads)
+
+    def window(self) -> AbstractContextManager[None]:
+        """Threads of the window."""
+        return _threads(self.window_threads)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)  # of the calling thread; left so: the next block sets its own
+    yield
+
+
+class CudaLanes:
+    """Streams of one GPU: decoding before the window where both have kernels waiting."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._decode = torch.cuda.Stream(device, priority=-1)  # torch: -1 is high, 0 is low
+        self._window = torch.cuda.Stream(device, priority=0)
+
+    @property
+    def can_overlap(self) -> bool:
+        """A stream of its own is always there."""
+        return True
+
+    def main(self) -> AbstractContextManager[None]:
+        """The default stream."""
+        return self._on(torch.cuda.default_stream(self.device))
+
+    def decode(self, *, beside_window: bool) -> AbstractContextManager[None]:
+        """The stream of high priority."""
+        return self._on(self._decode)
+
+    def window(self) -> AbstractContextManager[None]:
+        """The stream of low priority."""
+        return self._on(self._window)
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+
+def device_lanes(device: torch.device, *, decode_threads: int | None, window_threads: int | None) -> DeviceLanes:
+    """Lanes of `device`. On a CPU with T threads (torch.get_num_threads) and nothing else said, decoding has all of
+    them alone and shares them with the window in halves; with one thread there is no window."""
+    if device.type == "cuda":
+        return CudaLanes(device)
+    total = torch.get_num_threads()
+    if window_threads is None:
+        window_threads = total // 2 if decode_threads is None else max(0, total - decode_threads)
+    beside = max(1, total - window_threads) if decode_threads is None else decode_threads
+    return CpuLanes(total, decode_threads or total, beside, window_threads)

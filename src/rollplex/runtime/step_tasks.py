@@ -1,0 +1,355 @@
+"""What each task of a step does with the model: the bodies that the in-process executor runs.
+
+Holds everything of one rollout between its tasks: prefixes, responses, rewards, log-probs. The order is the schedule's;
+wrong orders fail in what they read (a prefix that was not computed, stale weights), never silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rollplex.config import Config
+from rollplex.errors import StateError
+from rollplex.models.policy import Policy
+from rollplex.models.prefix import Activations, PrefixPack, compute_prefix
+from rollplex.rollout.engine import RolloutEngine
+from rollplex.rollout.local_engine import PrefixSource
+from rollplex.runtime.collect import Collector, PendingGroup, RawGroup, Rollout
+from rollplex.runtime.stopwatch import Stopwatch
+from rollplex.runtime.units import Unit
+from rollplex.schedule.spec import Phase, PrefixMode, StepSpec, Task
+from rollplex.schedule.spec_from_config import prefix_mode
+from rollplex.tasks.rewards import TrainerState
+from rollplex.train.advantage import Advantages, compute_advantages, estimator_of
+from rollplex.train.correction import MismatchStats
+from rollplex.train.kl import response_kl
+from rollplex.train.loss import LossTotals
+from rollplex.train.metric_sums import MetricSums
+from rollplex.train.microbatch import counts_in_loss
+from rollplex.train.optimizer import OptimizerStep
+from rollplex.train.prefix_book import PackUse
+from rollplex.train.update import FrozenLogps, PassResult, Updater, update_metrics
+from rollplex.types import ScoredGroup
+
+EngineFactory = Callable[[PrefixSource], RolloutEngine]
+"""Where prompts' prefixes come from -> an engine for one rollout."""
+
+
+@dataclass
+class _Prefixes:
+    """Prefix passes of one unit that are alive."""
+
+    rollout: PackUse | None = None  # what the engine decodes on; with shared prefixes the actor's own
+    actor: PackUse | None = None
+    reference: PackUse | None = None
+
+
+@dataclass
+class _OptimizerStep:
+    """One optimizer step in the making."""
+
+    spec: StepSpec
+    first_epoch: bool
+    totals: LossTotals | None = None  # set by the first response pass
+    deferred: bool = False
+    results: list[PassResult] = field(default_factory=list)
+
+
+class StepTasks:
+    """`executor.TaskBodies` for one rollout with all its optimizer steps. Groups of the schedule are `units`."""
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        updater: Updater,
+        collector: Collector,
+        make_engine: EngineFactory,
+        config: Config,
+        units: Sequence[Unit],
+        state: TrainerState,
+        watch: Stopwatch,
+    ):
+        self.policy, self.updater, self.collector, self.config, self.units = policy, updater, collector, config, units
+        self.mode = prefix_mode(config)
+        self.raw: dict[int, RawGroup] = {}  # complete groups with their rewards, by rollout id
+        self.loss_scale = 1.0  # of the last optimizer step, where its totals were not known from the start
+        self._watch = watch
+        self._prefixes = [_Prefixes() for _ in units]
+        self._pending: list[dict[int, PendingGroup]] = [{} for _ in units]
+        self._unit_of = {slot.rollout_id: number for number, unit in enumerate(units) for slot in unit.slots}
+        self._engine = make_engine(self._place)
+        self._rollout = Rollout(collector, self._engine, config.rollout.num_generations, state)
+        self._old: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._ref: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._scored: dict[int, ScoredGroup] = {}
+        self._began_s: dict[int, float] = {}  # decoding of a unit
+        self._metrics: list[MetricSums] = []
+        self._stats: list[MismatchStats] = []
+        self._done: list[OptimizerStep] = []
+        self._step: _OptimizerStep | None = None
+
+    def begin(self, spec: StepSpec) -> None:
+        """The next optimizer step; the groups of `spec` are this rollout's units."""
+        self._step = _OptimizerStep(spec, first_epoch=len(self._done) < self.config.algorithm.steps_per_generation)
+
+    def adopt(self, raw: RawGroup, pack: PackUse | None) -> None:
+        """Take over a complete, scored group of an earlier round, with its prefix if it can be trained on."""
+        self.raw[raw.group.rollout_id] = raw
+        unit = self._unit_of[raw.group.rollout_id]
+        self._prefixes[unit].actor = pack
+
+    def actor_prefix_of(self, unit: int) -> PackUse | None:
+        """The prefix of a unit's update, as far as it is there."""
+        return self._prefixes[unit].actor
+
+    # executor.TaskBodies
+
+    def run(self, task: Task) -> None:
+        """Any task but DECODE and REWARD."""
+        bodies: dict[Phase, Callable[[int], None]] = {
+            Phase.PREFILL: self._prefill,
+            Phase.REF_PREFIX: self._ref_prefix,
+            Phase.ACTOR_PREFIX: self._actor_prefix,
+            Phase.REF_RESPONSE: self._ref_response,
+            Phase.ACTOR_RESPONSE: self._actor_response,
+            Phase.PREFIX_BACKWARD: self._prefix_backward,
+        }
+        if task.group is not None:
+            with self.policy.lease.reading(str(task)):
+                bodies[task.phase](task.group)
+        elif task.phase is Phase.OPTIMIZER:
+            self._optimizer()
+        # PUBLISH: the engine decodes on the training weights themselves
+
+    def begin_decode(self, group: int) -> None:
+        """Queue the unit's responses."""
+        self._began_s[group] = self._watch.now()
+        for slot in self.units[group].slots:
+            self._rollout.admit(slot, self.policy.weight_version)
+
+    def decode_iteration(self) -> list[int]:
+        """One token for every live response; units whose last response it was. Rewards of a prompt's responses start
+        with the last of them, before its unit is complete."""
+        with self.policy.lease.reading("decode"):
+            complete = self._rollout.step()
+        ended = []
+        for pending in complete:
+            unit = self._unit_of[pending.group.rollout_id]
+            self._pending[unit][pending.group.rollout_id] = pending
+            self._watch.record(
+                Phase.DECODE,
+                "decode",
+                self._began_s[unit],
+                pending.scores.submitted,
+                group=pending.group.rollout_id,
+            )
+            if len(self._pending[unit]) == len(self.units[unit].slots):
+                ended.append(unit)
+                self._release_rollout(unit)
+        return ended
+
+    def begin_reward(self, group: int, listener: Callable[[], None]) -> None:
+        """Rewards run already; be told of their ends."""
+        for pending in self._pending[group].values():
+            pending.scores.notify(listener)
+
+    def reward_done(self, group: int) -> bool:
+        """Whether all rewards of the unit are there, or one has failed."""
+        return all(pending.scores.done() for pending in self._pending[group].values())
+
+    def end_reward(self, group: int) -> None:
+        """Take the unit's rewards. Raises what the reward function raised, or DeadlineError."""
+        for raw in self.collector.scored(list(self._pending[group].values())):
+            self.raw[raw.group.rollout_id] = raw
+            begin_s = self._pending[group][raw.group.rollout_id].scores.submitted
+            self._watch.record(
+                Phase.REWARD, "reward", begin_s, begin_s + raw.scores.seconds, group=raw.group.rollout_id
+            )
+
+    def reward_deadline_s(self) -> float:
+        """Seconds after which all rewards of this rollout are there or overdue."""
+        return self.collector.rewards.longest_wait_s(len(self._unit_of))
+
+    def label(self, task: Task) -> int | None:
+        """The rollout id of the unit's first prompt."""
+        return None if task.group is None else self.units[task.group].rollout_ids[0]
+
+    # results
+
+    def groups(self) -> list[RawGroup]:
+        """All groups by rollout id, the order in which their prompts came."""
+        return [self.raw[rollout_id] for rollout_id in sorted(self._unit_of)]
+
+    def scored(self, raw: Sequence[RawGroup], advantages: Advantages) -> list[ScoredGroup]:
+        """Groups with their advantages."""
+        return [
+            ScoredGroup(item.group, item.scores.rewards, item.scores.parts, values, item.scores.extras)
+            for item, values in zip(raw, advantages.values, strict=True)
+        ]
+
+    def advantages(self, raw: Sequence[RawGroup]) -> Advantages:
+        """Advantages of `raw`: of groups whose rewards, and KL if it is part of them, are known."""
+        algorithm = self.config.algorithm
+        ids = [item.group.rollout_id for item in raw]
+        kl = None
+        if algorithm.kl_in_reward:
+            kl = [response_kl(self._old[i], self._ref[i], algorithm.kl_estimator) for i in ids]
+        masked = algorithm.mask_truncated_completions
+        lengths = [
+            [len(r.token_ids) if counts_in_loss(r, mask_truncated=masked) else 0 for r in item.group.responses]
+            for item in raw
+        ]
+        return compute_advantages(
+            [item.scores.rewards for item in raw],
+            estimator=estimator_of(algorithm.loss_type),
+            scale_rewards=algorithm.scale_rewards,
+            beta=algorithm.beta,
+            kl=kl,
+            lengths=lengths,
+        )
+
+    def update_metrics(self) -> dict[str, float]:
+        """Of all optimizer steps so far."""
+        return update_metrics(self._metrics, self._stats, self._done, loss_scale=self.loss_scale)
+
+    # phases
+
+    def _prefill(self, unit: int) -> None:
+        """The engine's prompt pass; with shared prefixes it is the update's own."""
+        if self.mode is not PrefixMode.SHARED:
+            self._prefixes[unit].rollout = self._compute(self.policy, unit, "none", copies=1)
+            return
+        # Later optimizer steps find the weights moved: their prefixes are for decoding and scoring only.
+        first = self.units[unit].minibatch == 0
+        use = self._compute(self.policy, unit, self.config.train.prefix_activations if first else "none", copies=1)
+        self._prefixes[unit].rollout = self._prefixes[unit].actor = use
+
+    def _ref_prefix(self, unit: int) -> None:
+        assert self.updater.reference is not None  # the spec has no such task otherwise
+        policy = self.updater.reference.policy
+        self._prefixes[unit].reference = self._compute(policy, unit, "none", copies=self._copies)
+
+    def _actor_prefix(self, unit: int) -> None:
+        held = self._prefixes[unit].actor
+        if held is not None and not held.pack.consumed and held.pack.weight_version == self.policy.weight_version:
+            return  # taken over from the round that sampled the group
+        activations = self.config.train.prefix_activations
+        self._prefixes[unit].actor = self._compute(self.policy, unit, activations, copies=self._copies)
+
+    def _ref_response(self, unit: int) -> None:
+        """Log-probs under weights that do not move: old ones where wanted, and the reference's."""
+        groups = [self._complete(rollout_id).group for rollout_id in self.units[unit].rollout_ids]
+        held = self._prefixes[unit]
+        if self.updater.needs_old:
+            self._old |= self.updater.score(self.policy, groups, self._uses(held.actor))
+            if held.actor is not None and held.actor.pack.activations == "none":
+                held.actor.pack.release()
+        if self.updater.reference is not None:
+            self._ref |= self.updater.score(self.updater.reference.policy, groups, self._uses(held.reference))
+            if held.reference is not None:
+                held.reference.pack.release()
+                held.reference = None
+
+    def _actor_response(self, unit: int) -> None:
+        step = self._current()
+        if step.totals is None:
+            self._fix_totals(step)
+        assert step.totals is not None  # just set
+        groups = self._scored_of(unit)
+        use = None if self.mode is PrefixMode.WHOLE else self._prefixes[unit].actor
+        step.results += self.updater.respond(use, groups, self._frozen(), step.totals)
+
+    def _prefix_backward(self, unit: int) -> None:
+        use = self._prefixes[unit].actor
+        if use is None:
+            raise StateError(f"no prefix was computed for rollout ids {self.units[unit].rollout_ids}")
+        self.updater.push_prefix(use, self._scored_of(unit))
+        self._prefixes[unit].actor = None
+
+    def _optimizer(self) -> None:
+        step = self._current()
+        groups = [scored for unit in step.spec.learning for scored in self._scored_of(unit)]
+        assert step.totals is not None  # a step learns from at least one group
+        self.loss_scale = 1.0
+        if step.deferred:
+            self.loss_scale = self.updater.totals(groups).deferred_scale(self.updater.settings.loss_type)
+        self._done.append(self.updater.apply(groups, scale=self.loss_scale))
+        self._metrics += [metrics for metrics, _ in step.results]
+        self._stats += [stats for _, stats in step.results] if step.first_epoch else []
+
+    # parts of phases
+
+    @property
+    def _copies(self) -> int:
+        """How often a pass of the update or the reference computes each prompt."""
+        return self.config.rollout.num_generations if self.mode is PrefixMode.PER_RESPONSE else 1
+
+    def _compute(self, policy: Policy, unit: int, activations: Activations, *, copies: int) -> PackUse:
+        slots = self.units[unit].slots
+        pack = compute_prefix(policy, [slot.spec for slot in slots for _ in range(copies)], activations)
+        numbers = {slot.rollout_id: number * copies for number, slot in enumerate(slots)}
+        return PackUse(pack, numbers, per_response=copies > 1)
+
+    def _place(self, rollout_id: int, _spec: object) -> tuple[PrefixPack, int]:
+        """The engine's PrefixSource."""
+        use = self._prefixes[self._unit_of[rollout_id]].rollout
+        if use is None:
+            raise StateError(f"no prefix was computed for rollout id {rollout_id}")
+        return use.pack, use.numbers[rollout_id]
+
+    def _release_rollout(self, unit: int) -> None:
+        """The engine is done with a unit: prefixes that nobody else reads go."""
+        held = self._prefixes[unit]
+        if held.rollout is not None and held.rollout is not held.actor:
+            held.rollout.pack.release()
+        held.rollout = None
+
+    def _uses(self, use: PackUse | None) -> list[PackUse] | None:
+        return None if self.mode is PrefixMode.WHOLE or use is None else [use]
+
+    def _complete(self, rollout_id: int) -> RawGroup | PendingGroup:
+        """A group whose responses are there, with or without its rewards."""
+        if rollout_id in self.raw:
+            return self.raw[rollout_id]
+        return self._pending[self._unit_of[rollout_id]][rollout_id]
+
+    def _frozen(self) -> FrozenLogps:
+        old = self._old if self.updater.needs_old else None
+        return FrozenLogps(old, self._ref if self.updater.reference is not None else None)
+
+    def _scored_of(self, unit: int) -> list[ScoredGroup]:
+        """The unit's groups with advantages: from their own rewards, or from all where the batch decides."""
+        ids = self.units[unit].rollout_ids
+        if ids[0] not in self._scored:
+            algorithm = self.config.algorithm
+            by_batch = algorithm.loss_type == "reinforce_pp" or algorithm.scale_rewards == "batch"
+            raw = self.groups() if by_batch else [self.raw[rollout_id] for rollout_id in ids]
+            self._scored |= {s.group.rollout_id: s for s in self.scored(raw, self.advantages(raw))}
+        return [self._scored[rollout_id] for rollout_id in ids]
+
+    def _fix_totals(self, step: _OptimizerStep) -> None:
+        """Normalisation of this optimizer step's loss: known when all groups are, else one factor at the end."""
+        learning = [slot.rollout_id for unit in step.spec.learning for slot in self.units[unit].slots]
+        if len(self.raw) < len(self._unit_of):
+            step.deferred = True
+            step.totals = LossTotals.deferred(len(learning) * self.config.rollout.num_generations)
+            return
+        masked = self.config.algorithm.mask_truncated_completions
+        counted = [
+            len(response.token_ids)
+            for raw in self.raw.values()
+            for response in raw.group.responses
+            if counts_in_loss(response, mask_truncated=masked)
+        ]
+        groups = [ScoredGroup(self.raw[i].group, (), {}, (0.0,) * len(self.raw[i].group.responses)) for i in learning]
+        parts = self.config.algorithm.steps_per_generation
+        step.totals = self.updater.totals(groups, rollout_tokens=sum(counted), num_minibatches=parts)
+
+    def _current(self) -> _OptimizerStep:
+        if self._step is None:
+            raise StateError("no optimizer step was begun")
+        return self._step

@@ -1,0 +1,260 @@
+"""The schedule changes when things run, never what comes out of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollplex.config import Config
+from rollplex.errors import ConfigError, DeadlineError, RewardError
+from rollplex.models.precision import full_float64
+from rollplex.rollout.scripted_engine import ScriptedEngine
+from rollplex.runtime.learner import Learner
+from rollplex.runtime.trainer import Trainer, train
+from rollplex.tasks.rewards import TrainerState
+from rollplex.types import FinishReason, Response
+
+STEPS = 5
+OPEN = {"overlap": "on", "unit_tokens": 64, "decode_threads": 1, "window_threads": 1}
+
+
+def varied_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Differs between responses, so that every step moves the weights."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+CALLS: list[int] = []  # steps of the calls so far
+
+
+def late_failure(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+    """Raises in the second step, for the last group to end, while AWAY is set."""
+    CALLS.append(trainer_state.global_step)
+    if CALLS[-4:] == [1] * 4 and os.environ.get("AWAY"):
+        raise RuntimeError("the judge is away")
+    return varied_reward(completion_ids)
+
+
+def _config(folder: Path, schedule: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"output_dir": str(folder), "num_threads": 2, "log_completions_steps": 0},
+        "model": {"build": {}},
+        "data": {"task": "mixed", "image_size": 56},
+        "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12},
+        "algorithm": {"beta": 0.04},
+        "rewards": {"reward_funcs": [f"{__file__}:varied_reward"]},
+        "train": {"max_steps": STEPS, "learning_rate": 1e-3},
+        "schedule": schedule,
+    }
+    for name, options in sections.items():
+        tree[name] = {**tree.get(name, {}), **options}
+    return Config.model_validate(json.loads(json.dumps(tree)))
+
+
+def _weights_after(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    trainer = Trainer(config)
+    try:
+        metrics = [trainer.run_step()[0].metrics for _ in range(STEPS)]
+        weights = {k: v.detach().clone() for k, v in trainer.session.loaded.model.named_parameters()}
+    finally:
+        trainer.close()
+    return weights, [dict(m) for m in metrics]
+
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "reference": {},
+    "no reference": {"algorithm": {"beta": 0.0}},
+    "several steps": {"algorithm": {"steps_per_generation": 2, "num_iterations": 2}},
+    "lora": {"model": {"lora": {"r": 4}}},
+    "frozen vision": {"model": {"freeze_vision": True}},
+    "checkpointed": {"train": {"prefix_activations": "checkpoint"}},
+    "whole sequences": {"train": {"share_prefix": False}},
+    "per response": {"train": {"share_prefix": False, "unshared_prefix": "per_response"}},
+    "resampled": {"algorithm": {"dynamic_sampling": "resample"}},
+    "qwen3_vl": {"model": {"build": {"family": "qwen3_vl"}}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rollplex_has_the_bits_of_serial(variant: str, tmp_path: Path) -> None:
+    sections = VARIANTS[variant]
+    closed = {**OPEN, "name": "serial", "overlap": "off"}
+    wanted, before = _weights_after(_config(tmp_path, closed, **sections))
+    found, after = _weights_after(_config(tmp_path, {**OPEN, "name": "rollplex"}, **sections))
+    assert [name for name in wanted if not wanted[name].equal(found[name])] == []
+    timed = ("timing_s/", "step_time", "overlap/")
+    for a, b in zip(before, after, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(timed)} == {
+            k: v for k, v in b.items() if not k.startswith(timed)
+        }
+    moved = variant not in {"no reference", "whole sequences", "resampled"}
+    assert all(m["overlap/hidden_s"] > 0 for m in after) == moved
+    assert all(m["overlap/hidden_s"] == 0 for m in before)
+
+
+@pytest.mark.parametrize(
+    ("variant", "loss"),
+    [*(("reference", loss) for loss in ("dapo", "dr_grpo", "bnpo", "grpo")), ("lora", "dapo")]
+    + [("whole sequences", "dapo"), ("per response", "dapo")],
+)
+def test_stream_equals_serial_but_for_the_order_of_sums(variant: str, loss: str, tmp_path: Path) -> None:
+    sections = {**VARIANTS[variant]}
+    sections["model"] = {**sections.get("model", {}), "dtype": "float64"}
+    sections["algorithm"] = {**sections.get("algorithm", {}), "loss_type": loss}
+    sections["rollout"] = {"max_decode_rows": 6}  # groups end one after another
+    with full_float64():  # else a last bit of a sum flips a rounding to fp32 inside the model
+        wanted, before = _weights_after(_config(tmp_path, {**OPEN, "name": "serial"}, **sections))
+        found, after = _weights_after(_config(tmp_path, {**OPEN, "name": "stream"}, **sections))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+    assert any(m["overlap/hidden_s"] > 0 for m in after)
+    for a, b in zip(before, after, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-9, abs=1e-12)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
+
+
+PLACES = [(rollout_id, index) for rollout_id in range(4) for index in range(4)]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("stage")
+    schedule = {**OPEN, "name": "serial", "overlap": "off"}
+    return Trainer(_config(folder, schedule, model={"build": {}, "dtype": "float64"}))
+
+
+def _gradient(trainer: Trainer, config: Config, order: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Gradient of one step whose responses are scripted and end in `order`; weights stay as they are."""
+    found: dict[str, torch.Tensor] = {}
+    optimizer = trainer.optimizer
+
+    def record() -> Any:
+        found.update({n: m.grad.clone() for n, m in optimizer.masters.items() if m.grad is not None})
+        optimizer.drop_gradients()
+        return type("Step", (), {"grad_norm": 1.0, "learning_rate": 0.0})()
+
+    responses = {
+        i: tuple(
+            Response(
+                j, tuple((11 * i + 5 * j + t) % 200 + 20 for t in range(1 + (i + 2 * j) % 5)), (), FinishReason.STOP
+            )
+            for j in range(4)
+        )
+        for i in range(4)
+    }
+    responses = {
+        i: tuple(Response(r.index, r.token_ids, (-1.0,) * len(r.token_ids), r.finish) for r in group)
+        for i, group in responses.items()
+    }
+    learner = Learner(
+        trainer.session.policy,
+        optimizer,
+        trainer.reference,
+        trainer.collector,
+        config,
+        stop_token_ids=trainer.session.stop_token_ids,
+        make_engine=lambda _source: ScriptedEngine(responses, order),
+    )
+    slots = [slot for slot in _slots(trainer)]
+    step, optimizer.step = optimizer.step, record  # type: ignore[method-assign]
+    try:
+        learner.step(lambda _count: slots, TrainerState(0, 1))
+    finally:
+        optimizer.step = step  # type: ignore[method-assign]
+        learner.close()
+    return found
+
+
+def _slots(trainer: Trainer) -> list[Any]:
+    if not hasattr(trainer, "scripted_slots"):
+        trainer.scripted_slots = trainer.feed.take(4)  # type: ignore[attr-defined]
+    return trainer.scripted_slots  # type: ignore[attr-defined,no-any-return]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(order=st.permutations(PLACES), open_window=st.booleans())
+def test_any_order_of_completion_gives_the_same_gradient(stage: Trainer, order: Any, open_window: bool) -> None:
+    wanted = _gradient(stage, stage.config, [])
+    streaming = stage.config.model_copy(
+        update={
+            "schedule": stage.config.schedule.model_copy(
+                update={"name": "stream", "overlap": "on" if open_window else "off"}
+            )
+        }
+    )
+    found = _gradient(stage, streaming, list(order))
+    assert found.keys() == wanted.keys()
+    norm = sum(float((t**2).sum()) for t in wanted.values()) ** 0.5
+    wrong = sum(float(((found[n] - wanted[n]) ** 2).sum()) for n in wanted) ** 0.5
+    assert 0 < norm and wrong <= 1e-12 * norm
+
+
+@pytest.mark.parametrize("name", ["serial", "rollplex", "stream"])
+def test_a_reward_that_raises_inside_a_window_loses_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step leaves no half-applied gradient, and a resume ends as a run that never failed."""
+    schedule = {**OPEN, "name": name}
+    options: dict[str, Any] = {"model": {"build": {}, "dtype": "float64"}, "train": {"max_steps": 3}}
+    monkeypatch.setenv("AWAY", "1")
+    failing = {"reward_funcs": [f"{__file__}:late_failure"]}
+    with pytest.raises(RewardError, match="the judge is away"):
+        train(_config(tmp_path / "run", schedule, rewards=failing, **options))
+    monkeypatch.delenv("AWAY")
+    train(_config(tmp_path / "run", schedule, rewards=failing, run={"resume_from_checkpoint": "auto"}, **options))
+    train(_config(tmp_path / "whole", schedule, rewards=failing, **options))
+    whole, again = (_final(tmp_path / folder) for folder in ("whole", "run"))
+    for key, tensor in whole.items():
+        torch.testing.assert_close(again[key], tensor, rtol=1e-10, atol=1e-12, msg=key)
+
+
+def _final(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "checkpoint-3" / "model.safetensors")
+
+
+def test_a_pass_that_hangs_in_the_window_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from rollplex.runtime.step_tasks import StepTasks
+
+    release = threading.Event()
+    monkeypatch.setattr(StepTasks, "_ref_prefix", lambda _self, _unit: release.wait(30))
+    trainer = Trainer(_config(tmp_path, {**OPEN, "name": "rollplex", "pass_timeout_s": 0.2}))
+    threading.Timer(1.0, release.set).start()
+    try:
+        with pytest.raises(DeadlineError, match=r"ref_prefix of group 0.*\(schedule.pass_timeout_s\)"):
+            trainer.run_step()
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"scale_rewards": "batch"}, "algorithm.scale_rewards=batch"),
+        ({"num_iterations": 2}, "set both to 1"),
+        ({"dynamic_sampling": "resample"}, "dynamic_sampling=resample"),
+    ],
+)
+def test_stream_refuses_at_the_start_what_would_not_be_exact(
+    algorithm: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(_config(tmp_path, {"name": "stream"}, algorithm=algorithm))
+
+
+def test_one_thread_has_no_window(tmp_path: Path) -> None:
+    trainer = Trainer(_config(tmp_path, {"overlap": "on"}, run={"output_dir": str(tmp_path), "num_threads": 1}))
+    try:
+        assert trainer.learner.overlap.reason_closed is not None
+        assert trainer.run_step()[0].metrics["overlap/open"] == 0.0
+    finally:
+        trainer.close()
