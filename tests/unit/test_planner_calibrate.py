@@ -10,7 +10,7 @@ import pytest
 
 from rollplex.errors import ConfigError
 from rollplex.models.shapes import shape_from_hf
-from rollplex.planner.calibrate import fit, measured_spans, on, residuals
+from rollplex.planner.calibrate import TracedStep, fit, measured_spans, on, residuals
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import Efficiency, Hardware, hardware, hardware_from_facts
@@ -37,13 +37,24 @@ def steps(device: Hardware) -> dict[int, StepCost]:
     return {step: StepCost(side, side, algorithm, tuple(groups)) for step, groups in loads.items()}
 
 
+FIRST_ID = 40
+
+
+def traced(device: Hardware) -> dict[int, TracedStep]:
+    """As a run would have it: rollout ids go on from step to step."""
+    return {
+        step: TracedStep(cost, tuple(FIRST_ID + g for g in range(len(cost.groups))))
+        for step, cost in steps(device).items()
+    }
+
+
 def spans(noise: float = 0.0) -> list[Span]:
     rng, found = np.random.default_rng(0), []
     for step, cost in steps(TRUE).items():
         for group in range(len(cost.groups)):
             for phase in PHASES:
                 seconds = cost.task(Task(phase, group)).total * float(np.exp(noise * rng.standard_normal()))
-                found.append(Span(phase, "main", 0.0, seconds, step, group))
+                found.append(Span(phase, "main", 0.0, seconds, step, FIRST_ID + group))
         spec = StepSpec(len(cost.groups), reference=True, prefill_is_actor_prefix=True)
         update = (Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD, Phase.OPTIMIZER)
         seconds = sum(cost.task(task).total for task in spec.tasks if task.phase in update)
@@ -53,7 +64,7 @@ def spans(noise: float = 0.0) -> list[Span]:
 
 def test_known_efficiencies_are_found_again() -> None:
     start = hardware("a100-80g")
-    found = fit(measured_spans(spans(), steps(start)), start)
+    found = fit(measured_spans(spans(), traced(start)), start)
     for field in dataclasses.fields(Efficiency):
         wanted = getattr(TRUE.efficiency, field.name) if field.name != "link" else start.efficiency.link
         assert getattr(found.hardware.efficiency, field.name) == pytest.approx(wanted, rel=0.05), field.name
@@ -63,7 +74,7 @@ def test_known_efficiencies_are_found_again() -> None:
 
 def test_noise_does_not_carry_over_to_another_setting() -> None:
     start = hardware("a100-80g")
-    found = fit(measured_spans(spans(noise=0.1), steps(start)), start).hardware
+    found = fit(measured_spans(spans(noise=0.1), traced(start)), start).hardware
     unseen = [GroupLoad(Prompt(9000), (120,) * 8)] * 3
     for phase in PHASES:
         truth, guess = (
@@ -75,34 +86,34 @@ def test_noise_does_not_carry_over_to_another_setting() -> None:
 
 def test_the_residual_says_which_phase_is_not_met() -> None:
     odd = [dataclasses.replace(s, end_s=3 * s.end_s) if s.name == Phase.REF_PREFIX else s for s in spans()]
-    found = residuals(measured_spans(odd, steps(TRUE)), TRUE)
+    found = residuals(measured_spans(odd, traced(TRUE)), TRUE)
     assert found[Phase.REF_PREFIX].relative == pytest.approx(-2 / 3)
     assert found[Phase.DECODE].relative == pytest.approx(0)
 
 
 def test_what_is_no_task_of_the_steps_is_left_out() -> None:
-    cost = steps(TRUE)
+    cost = traced(TRUE)
     strange = [
         Span("prompts", "main", 0, 1, 1),
-        Span("reward", "reward", 0, 1, 1, 0),
-        Span("decode", "decode", 0, 1, 1, 99),
-        Span("decode", "decode", 0, 1, 77, 0),
-        Span("decode", "decode", 0, 1e-6, 1, 0),
-        Span("decode", "decode", 0, 1, 1, 0, source="simulated"),
+        Span("reward", "reward", 0, 1, 1, FIRST_ID),
+        Span("decode", "decode", 0, 1, 1, 0),
+        Span("decode", "decode", 0, 1, 77, FIRST_ID),
+        Span("decode", "decode", 0, 1e-6, 1, FIRST_ID),
+        Span("decode", "decode", 0, 1, 1, FIRST_ID, source="simulated"),
     ]
     assert measured_spans(strange, cost) == []
 
 
 def test_a_calibration_is_a_file_of_its_own() -> None:
     start = hardware("a100-80g")
-    facts = json.loads(json.dumps(fit(measured_spans(spans(), steps(start)), start).facts()))
+    facts = json.loads(json.dumps(fit(measured_spans(spans(), traced(start)), start).facts()))
     assert facts["source"] == "measured"
     assert hardware_from_facts(facts["hardware"]).efficiency.matmul == pytest.approx(0.5, rel=0.05)
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:
     start = hardware("a100-80g")
-    known = measured_spans(spans(), steps(start))
+    known = measured_spans(spans(), traced(start))
     with pytest.raises(ConfigError, match="no span"):
         fit([], start)
     with pytest.raises(ConfigError, match="speed"):

@@ -20,7 +20,7 @@ from scipy.optimize import least_squares
 from rollplex.errors import ConfigError
 from rollplex.planner.cost import StepCost
 from rollplex.planner.hardware import Hardware, hardware_facts
-from rollplex.schedule.spec import Phase, Task
+from rollplex.schedule.spec import PER_STEP, Phase, Task
 from rollplex.trace import Span
 
 FREE = ("matmul", "attention", "memory", "kernel_s", "decode_step_s")
@@ -34,6 +34,18 @@ _WHOLE_STEP: dict[str, tuple[Phase, ...]] = {
     "score": (Phase.REF_PREFIX, Phase.REF_RESPONSE),
     "update": (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD, Phase.OPTIMIZER),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """What a traced step consisted of. Spans name a group by its rollout id: `rollout_ids` has it for each group."""
+
+    cost: StepCost
+    rollout_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rollout_ids) != len(self.cost.groups):
+            raise ValueError(f"{len(self.cost.groups)} groups have {len(self.rollout_ids)} rollout ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +86,20 @@ class Calibration:
         return {"source": "measured", "hardware": hardware_facts(self.hardware), "residuals": left, "spans": self.spans}
 
 
-def measured_spans(spans: Iterable[Span], steps: Mapping[int, StepCost]) -> list[Measured]:
-    """The spans of `steps` that a cost model can speak about, each with its prediction.
+def measured_spans(spans: Iterable[Span], steps: Mapping[int, TracedStep]) -> list[Measured]:
+    """The spans of `steps` (by step number) that a cost model can speak about, each with its prediction.
 
-    steps: by the spans' step number, what the step consisted of; a span's group is its place in `groups`. Spans named
-    after a phase are one task; "prefix", "score" and "update" are all groups' on one replica. Others (prompts, reward)
-    are left out, as are spans that are too short and phases that the step does not have.
+    Spans named after a phase are one task; "prefix", "score" and "update" are all groups' on one replica. Others
+    (prompts, reward) are left out, as are spans that are too short and phases that the step does not have.
     """
     found = []
     for span in spans:
-        cost = steps.get(span.step)
-        if cost is None or span.source != "measured" or span.seconds < SHORTEST_S:
+        step = steps.get(span.step)
+        if step is None or span.source != "measured" or span.seconds < SHORTEST_S:
             continue
-        tasks = _tasks(span, cost)
+        tasks = _tasks(span, step)
         if tasks:
-            found.append(Measured(span.name, span.seconds, _predictor(cost, tasks)))
+            found.append(Measured(span.name, span.seconds, _predictor(step.cost, tasks)))
     return found
 
 
@@ -141,23 +152,22 @@ def on(cost: StepCost, device: Hardware) -> StepCost:
     return dataclasses.replace(cost, train=train, rollout=rollout)
 
 
-def _tasks(span: Span, cost: StepCost) -> list[Task]:
-    every = range(len(cost.groups))
+def _tasks(span: Span, step: TracedStep) -> list[Task]:
+    cost = step.cost
     if span.name in _WHOLE_STEP:
-        phases = [p for p in _WHOLE_STEP[span.name] if not (p is Phase.ACTOR_PREFIX and _prefilled(cost))]
-        return [Task(p, g) for p in phases if p is not Phase.OPTIMIZER for g in every] + [
-            Task(p) for p in phases if p is Phase.OPTIMIZER
-        ]
+        merged = cost.algorithm.prefill_is_actor_prefix  # the actor's prefix is then the engine's, in "prefix"
+        phases = [p for p in _WHOLE_STEP[span.name] if not (p is Phase.ACTOR_PREFIX and merged)]
+        return [task for phase in phases for task in _all_of(phase, cost)]
     if span.name not in set(Phase) - {Phase.REWARD}:
         return []
     phase = Phase(span.name)
-    if phase in (Phase.OPTIMIZER, Phase.PUBLISH):
+    if phase in PER_STEP:
         return [Task(phase)]
-    return [Task(phase, span.group)] if span.group is not None and span.group in every else []
+    return [Task(phase, step.rollout_ids.index(span.group))] if span.group in step.rollout_ids else []
 
 
-def _prefilled(cost: StepCost) -> bool:
-    return cost.algorithm.prefill_is_actor_prefix
+def _all_of(phase: Phase, cost: StepCost) -> list[Task]:
+    return [Task(phase)] if phase in PER_STEP else [Task(phase, group) for group in range(len(cost.groups))]
 
 
 def _predictor(cost: StepCost, tasks: Sequence[Task]) -> Callable[[Hardware], float]:
