@@ -14,7 +14,7 @@ from rollplex.config import SharingConfig
 from rollplex.errors import DeadlineError, PeerError, StateError
 from rollplex.models.shapes import shape_from_hf
 from rollplex.models.shard_plan import ShardPlan, shard_plan
-from rollplex.parallel.groups import Job, neighbours
+from rollplex.parallel.groups import Job, block_peers
 from rollplex.parallel.waits import Peers
 from rollplex.weights.layout import SharingPlan, plan_sharing
 from rollplex.weights.publish import Publisher
@@ -53,7 +53,7 @@ def full_tensors(plan: ShardPlan, seed: int) -> Tensors:
 
 def all_pairs(job: Job, bucket_bytes: int) -> list[dict[str, Any]]:
     """A hand-over under all pairs of degrees and layouts; what it moved, and which parameters came out wrong."""
-    blocks = {size: neighbours(job, size, f"blocks of {size}") for size in (1, 2, 4)}
+    blocks = {size: block_peers(job, size) for size in (1, 2, 4)}
     found = []
     for t, s, train, rollout, tied in itertools.product((1, 2, 4), (1, 2, 4), _LAYOUTS, ("hf", "vllm"), (False, True)):
         plan = sharing_plan(t, s, (train, rollout), tied=tied)
@@ -109,7 +109,7 @@ def killed_half_way(job: Job) -> Any:
     """
     world = Peers(None, "all processes", job.deadline_s)
     plan = sharing_plan(2, 1)
-    block = neighbours(job, 2, "devices")
+    block = block_peers(job, 2)
     old, new = full_tensors(plan.plan, 1), full_tensors(plan.plan, 2)
     if job.rank < 2:
         backing = Backing.create(plan, job.rank, torch.float32, CPU)

@@ -27,7 +27,7 @@ def test_every_pair_of_degrees_hands_over_bitwise() -> None:
 def test_a_publish_that_dies_half_way_leaves_nothing_to_read() -> None:
     answers = run_ranks(killed_half_way, 4, killed=[1], wait_s=20.0)
     survivor, readers = answers[0], answers[2:]
-    assert "publish of v2: round" in survivor["error"] and "rank 0 of 2 of devices" in survivor["error"]
+    assert "publish of v2: round" in survivor["error"] and "rank 0 of 2 of the block of devices" in survivor["error"]
     assert survivor["after"][1].startswith("StateError") and survivor["loaded"] == (2, "new")
     for reader in readers:
         versions = [version for version, _ in reader["seen"] if version >= 0]

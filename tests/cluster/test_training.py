@@ -13,6 +13,7 @@ from numerics.cases import relative_error
 from rollplex.models.shard_plan import Kind
 from rollplex.weights.conventions import piece
 from rollplex.weights.pieces import PADDING
+from rollplex.weights.share import Backing, Side
 
 BOUND = 1e-10
 MIXED = ("image", "text", "video_image", "short_text")
@@ -62,6 +63,12 @@ def _check(case: Case, world: int) -> list[dict[str, Any]]:
     moved = _whole(case, answers, "weights")
     assert moved.keys() == wanted["weights"].keys()
     assert max(float((moved[name] - weight).abs().max()) for name, weight in wanted["weights"].items()) < 1e-9
+    plan = plan_of(case.rig(), case.degree, case.rollout_degree)
+    for process, answer in enumerate(answers):
+        handed_over = Backing.create(plan, process % case.block, torch.float64, torch.device("cpu"))
+        handed_over.load(wanted["weights"], "what it must be")
+        for name, weight in handed_over.parameters(Side.ROLLOUT).items():
+            assert float((answer["rollout"][name] - weight).abs().max()) < 1e-9, (process, name)
     assert all(answer["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=BOUND) for answer in answers)
     assert wanted["grad_norm"] > case.config.train.max_grad_norm, "clipping was not exercised"
     losses = {answer["rank"][0]: answer["loss"] for answer in answers}  # ranks of one replica have the same
@@ -92,6 +99,11 @@ def test_each_kind_of_prompt_under_tensor_parallelism(family: str, names: tuple[
 def test_fsdp_and_tensor_parallel(family: str, owners: tuple[int, ...]) -> None:
     """One replica has the media, the other text only: their numbers of passes differ, and so do their collectives'."""
     _check(Case(family, MIXED, 2, 2, owners, "graph", tied=family == "qwen2_5_vl"), 4)
+
+
+def test_training_at_a_smaller_degree_than_the_rollout() -> None:
+    """One block of 4 devices: two training replicas of TP 2, whose transposed shards hold the rollout's at TP 4."""
+    _check(Case("qwen2_5_vl", MIXED, 2, 4, (0, 1, 1, 0)), 4)
 
 
 def test_text_alone_moves_no_vision_weight_on_any_rank() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rollplex.models.precision import full_float64
 from rollplex.models.prefix import Activations
 from rollplex.models.shard_plan import shard_plan
 from rollplex.parallel.data_shards import DataShards
-from rollplex.parallel.groups import Job, TrainGrid, train_grid
+from rollplex.parallel.groups import Job, TrainGrid, block_peers, train_grid
 from rollplex.train.data_parallel import totals_over_ranks
 from rollplex.train.microbatch import items_of
 from rollplex.train.optimizer import OptimizerStep
@@ -26,8 +25,9 @@ from rollplex.train.reference import Reference
 from rollplex.train.sharded_optimizer import ShardedOptimizer
 from rollplex.train.update import FrozenLogps, PassResult, Updater
 from rollplex.types import ScoredGroup
-from rollplex.weights.bind import bound, shape_of_model
+from rollplex.weights.bind import bound, shape_of_model, store
 from rollplex.weights.layout import SharingPlan, plan_sharing
+from rollplex.weights.publish import Publisher
 from rollplex.weights.share import Backing, Side
 
 Tensors = dict[str, torch.Tensor]
@@ -47,6 +47,11 @@ class Case:
     tied: bool = False
     beta: float = 0.0
     vocab: int = 384
+
+    @property
+    def block(self) -> int:
+        """Devices that share one copy of the weights."""
+        return max(self.degree, self.rollout_degree)
 
     @property
     def config(self) -> Config:
@@ -102,42 +107,51 @@ def one_process(case: Case) -> dict[str, Any]:
 
 def one_step(job: Job, case: Case) -> dict[str, Any]:
     """This rank's gradients and weights after one optimizer step, and its share of the loss."""
-    grid = train_grid(job, case.degree)
+    grid = train_grid(job, case.degree, case.block)
     with ExitStack() as stack:
         stack.enter_context(full_float64())
         rig = case.rig()
         plan = plan_of(rig, case.degree, case.rollout_degree)
-        backing = Backing.create(plan, grid.tensor.rank, torch.float64, torch.device("cpu"))
+        block = block_peers(job, case.block)
+        backing = Backing.create(plan, block.rank, torch.float64, torch.device("cpu"))
         backing.load(dict(rig.loaded.model.named_parameters()), "start")
+        publisher = Publisher(plan, backing, block, bucket_bytes=1 << 16, check=True)
         model = bound(rig.loaded.model, backing.tensors(Side.TRAIN), trainable=True)
         policy = Policy(model, grid.tensor)
-        reference = _reference(rig, plan, grid) if case.beta else None
+        reference = _reference(rig, plan, grid, block.rank) if case.beta else None
         data = DataShards(policy, grid.data_mesh, grid.data) if grid.data.size > 1 else None
         optimizer = Recording(model, case.config.train, 1, tensors=plan.plan.tensors, ranks=grid.tensor, data=data)
         updater = Updater(policy, optimizer, reference, case.config)
         own = [g for g, owner in zip(case.groups(rig), case.owners, strict=True) if owner == grid.data.rank]
-        step, results = _update(updater, own, case, grid)
+        results = _passes(updater, own, case, grid)
+        steps: list[OptimizerStep] = []
+
+        def write() -> None:
+            steps.append(updater.apply(own))
+            if data is not None:
+                store(model, backing.tensors(Side.TRAIN))
+
+        publisher.publish(write)
         shards = optimizer.masters if data is not None else dict(model.named_parameters())
         return {
             "rank": (grid.data.rank, grid.tensor.rank),
             "loss": sum(float(metrics.sums["loss"]) for metrics, _ in results),
-            "grad_norm": step.grad_norm,
+            "grad_norm": steps[0].grad_norm,
             "gradients": optimizer.gradients,
             "weights": {name: tensor.detach().clone() for name, tensor in shards.items()},
+            "rollout": {name: view.clone() for name, view in backing.parameters(Side.ROLLOUT).items()},
         }
 
 
-def _reference(rig: Rig, plan: SharingPlan, grid: TrainGrid) -> Reference:
-    other = copy.deepcopy(moved(rig.loaded.model))
-    backing = Backing.create(plan, grid.tensor.rank, torch.float64, torch.device("cpu"))
+def _reference(rig: Rig, plan: SharingPlan, grid: TrainGrid, device: int) -> Reference:
+    other = moved(rig.loaded.model)
+    backing = Backing.create(plan, device, torch.float64, torch.device("cpu"))
     backing.load(dict(other.named_parameters()), "start")
     return Reference(Policy(bound(other, backing.tensors(Side.TRAIN), trainable=False), grid.tensor))
 
 
-def _update(
-    updater: Updater, own: Sequence[ScoredGroup], case: Case, grid: TrainGrid
-) -> tuple[OptimizerStep, list[PassResult]]:
-    """One optimizer step on this rank's groups, with the sizes of all ranks' groups."""
+def _passes(updater: Updater, own: Sequence[ScoredGroup], case: Case, grid: TrainGrid) -> list[PassResult]:
+    """All passes of one optimizer step on this rank's groups, with the sizes of all ranks' groups."""
     totals = totals_over_ranks(grid.data, items_of(own, mask_truncated=False))
     groups = [scored.group for scored in own]
     frozen = FrozenLogps(None, updater.reference_logps(groups) if updater.reference is not None else None)
@@ -149,4 +163,4 @@ def _update(
         members = [by_id[rollout_id] for rollout_id in use.numbers]
         results += updater.respond(use, members, frozen, totals)
         updater.push_prefix(use, members)
-    return updater.apply(own), results
+    return results

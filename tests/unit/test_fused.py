@@ -8,11 +8,17 @@ import pytest
 import torch
 
 from numerics.cases import FAMILIES, tiny_rig
-from rollplex.config import LoraConfig, TrainConfig
+from rollplex.config import LoraConfig, SharingConfig, TrainConfig
 from rollplex.models.fused import fuse_layer
 from rollplex.models.lora import add_lora
 from rollplex.models.policy import Policy
+from rollplex.models.shard_plan import shard_plan
+from rollplex.rollout.engine import SamplingParams
+from rollplex.rollout.local_engine import LocalEngine
 from rollplex.train.optimizer import PolicyOptimizer
+from rollplex.weights.bind import bound, shape_of_model
+from rollplex.weights.layout import plan_sharing
+from rollplex.weights.share import Backing, Side
 
 
 def _storage_bytes(model):
@@ -78,3 +84,31 @@ def test_projections_with_adapters_are_left_alone(targets):
     fused = fuse_layer(Policy(wrapped).adapter.layers[0])
     assert (fused.qkv_weight is None) == (targets == ("q_proj",))
     assert (fused.gate_up_weight is None) == (targets == ("gate_proj",))
+
+
+@pytest.mark.parametrize("layout", ["hf", "vllm"])
+def test_views_of_a_backing_stay_where_they_are(layout):
+    """Biases of 64 and 32 elements are apart in a backing that holds each matrix apart: then q, k, v run as modules."""
+    made = tiny_rig("qwen2_5_vl", torch.float32, num_layers=1, num_heads=4, num_kv_heads=2)
+    with torch.no_grad():
+        for parameter in made.loaded.model.parameters():
+            parameter.add_(0.01)  # biases are drawn as 0
+    plan = plan_sharing(
+        shard_plan(shape_of_model(made.loaded.model)), SharingConfig(train_tp=2, rollout_tp=1, rollout_layout=layout)
+    )
+    backing = Backing.create(plan, 0, torch.float32, torch.device("cpu"))
+    backing.load(dict(made.loaded.model.named_parameters()), "test")
+    policy = Policy(bound(made.loaded.model, backing.tensors(Side.ROLLOUT), trainable=False))
+    before = [p.data_ptr() for p in policy.model.parameters()]
+    fused = fuse_layer(policy.adapter.layers[0])
+    assert [p.data_ptr() for p in policy.model.parameters()] == before
+    assert (fused.qkv_weight is None, fused.qkv_bias is None) == (layout == "hf", layout == "hf")
+    params = SamplingParams(num_generations=3, max_tokens=5)
+    found = []
+    for each in (policy, made.policy):
+        engine, done = LocalEngine(each, params, max_rows=8), []
+        engine.admit(0, made.specs(["image"])[0])
+        while engine.busy:
+            done += [(f.response.index, f.response.token_ids) for f in engine.step()]
+        found.append(sorted(done))
+    assert found[0] == found[1]

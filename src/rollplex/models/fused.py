@@ -35,6 +35,7 @@ def fuse_layer(layer: Any) -> FusedLayer:
         qkv_weight = _fuse([m.weight for m in qkv])
         if qkv[0].bias is not None:
             qkv_bias = _fuse([m.bias for m in qkv])
+            qkv_weight = None if qkv_bias is None else qkv_weight
     if all(type(m) is nn.Linear and m.bias is None for m in gate_up):
         gate_up_weight = _fuse([m.weight for m in gate_up])
     return FusedLayer(qkv_weight, qkv_bias, gate_up_weight)

@@ -74,6 +74,11 @@ class Policy:
         """The weights changed: everything computed from older ones is stale from here on."""
         self.weight_version += 1
 
+    def published(self) -> None:
+        """New weights arrived through a backing, from a trainer that may train the tower which stands still here."""
+        self.bump()
+        self.vision_cache = VisionCache(self.vision_cache.limit_bytes)
+
     def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
         """Vision features of `specs` in order. A frozen tower runs once per prompt digest and never under autograd."""
         if not self.vision_frozen:

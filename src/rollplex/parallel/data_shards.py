@@ -37,7 +37,8 @@ class _Anchor(nn.Module):
 
 
 class DataShards:
-    """A policy's model under FSDP2 over `peers`. The model's parameters are copied, and divided along their rows.
+    """A policy's model under FSDP2 over `peers`. The model's parameters are copied, and divided along their rows;
+    `weights.bind.store` writes them into a backing, to hand them over.
 
     Raises ConfigError for 16-bit weights, whose gradients FSDP2 would add up in 16 bits between micro-batches.
     """
@@ -50,12 +51,8 @@ class DataShards:
                 "float32, or start one replica of sharing.train_tp processes"
             )
         self.model, self.peers = policy.model, peers
-        for name, parameter in self.model.named_parameters():
-            if not parameter.is_contiguous():
-                raise ConfigError(
-                    f"{name} is stored transposed for a rollout of another degree, and FSDP2 divides contiguous "
-                    "parameters only; plan training's shards with sharing.rollout_tp equal to sharing.train_tp"
-                )
+        for parameter in self.model.parameters():  # a backing may hold them transposed, which FSDP2 does not divide
+            parameter.data = parameter.data.contiguous()
         layers: list[Any] = list(policy.adapter.layers)
         self._root: Any = _Anchor(self.model)
         self._modules: list[Any] = [self._root, *layers]
@@ -79,8 +76,8 @@ class DataShards:
     def reduce(self) -> dict[str, torch.Tensor]:
         """This rank's rows of the gradients, summed over ranks; the model is left divided.
 
-        A weight that some rank has a gradient for gets one, with zeros from ranks that have none; one that no rank has a
-        gradient for gets none.
+        A weight that some rank has a gradient for gets one, with zeros from ranks that have none; one that no rank
+        has a gradient for gets none.
         """
         whole = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         reached = torch.tensor([p.grad is not None for p in whole.values()], dtype=torch.int32, device=self._device)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from rollplex.errors import ConfigError, DeadlineError
 from rollplex.parallel.tensor_ranks import ProcessRanks
@@ -54,22 +54,53 @@ def join_job(rank: int, world: int, rendezvous: str, *, device: Literal["cpu", "
     return Job(rank, world, device, deadline_s)
 
 
-def train_grid(job: Job, degree: int) -> TrainGrid:
-    """Tensor-parallel groups of `degree` neighbours. Raises ConfigError when they do not fill the job."""
-    if job.world % degree:
+def replicas(world: int, degree: int, block: int) -> list[list[int]]:
+    """The processes of each tensor-parallel group of `degree`, by rank, on blocks of `block` devices.
+
+    The shards of training and rollout that nest lie on one device (weights/layout.py), so ranks of the side with the
+    smaller degree are not neighbours: of 4 devices, a rollout at TP 2 has the groups [0, 2] and [1, 3].
+    Raises ConfigError when groups and blocks do not fill the job.
+    """
+    if world % block or block % degree:
         raise ConfigError(
-            f"sharing.train_tp {degree} does not divide the {job.world} processes of the job; start a multiple of it"
+            f"{world} processes cannot hold whole blocks of {block} devices with groups of {degree}; start a "
+            "multiple of the larger of sharing.train_tp and sharing.rollout_tp"
         )
-    mesh = init_device_mesh(job.device, (job.world // degree, degree), mesh_dim_names=("data", "tensor"))
+    apart = block // degree
+    return [
+        [first + inner + rank * apart for rank in range(degree)]
+        for first in range(0, world, block)
+        for inner in range(apart)
+    ]
+
+
+def train_grid(job: Job, degree: int, block: int) -> TrainGrid:
+    """Training's groups at tensor-parallel degree `degree`, on blocks of `block` devices. All processes must call it.
+
+    Raises ConfigError when groups and blocks do not fill the job.
+    """
+    mesh = DeviceMesh(job.device, replicas(job.world, degree, block), mesh_dim_names=("data", "tensor"))
     tensor = Peers(mesh["tensor"].get_group(), "training's tensor-parallel ranks", job.deadline_s)
     data = Peers(mesh["data"].get_group(), "training's data-parallel ranks", job.deadline_s)
     return TrainGrid(ProcessRanks(tensor), data, mesh["data"])
 
 
-def neighbours(job: Job, degree: int, name: str) -> Peers:
-    """This process's group of `degree` neighbours, such as a rollout's ranks or a block. All processes must call it."""
-    if job.world % degree:
-        raise ConfigError(f"groups of {degree} for {name} do not fill the {job.world} processes of the job")
-    members = [list(range(first, first + degree)) for first in range(0, job.world, degree)]
+def rollout_ranks(job: Job, degree: int, block: int) -> ProcessRanks:
+    """This process's place in its rollout replica of tensor-parallel degree `degree`. All processes must call it.
+
+    Raises ConfigError when groups and blocks do not fill the job.
+    """
+    return ProcessRanks(_group(job, replicas(job.world, degree, block), "the rollout's tensor-parallel ranks"))
+
+
+def block_peers(job: Job, block: int) -> Peers:
+    """The processes of this process's block, in the order of its devices. All processes must call it.
+
+    Raises ConfigError when blocks do not fill the job.
+    """
+    return _group(job, replicas(job.world, block, block), "the block of devices")
+
+
+def _group(job: Job, members: list[list[int]], name: str) -> Peers:
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=job.deadline_s))
     return Peers(group, name, job.deadline_s)

@@ -46,6 +46,13 @@ def bound(model: Any, tensors: Mapping[str, torch.Tensor], *, trainable: bool) -
     return twin.eval()
 
 
+def store(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the parameters of `model`, where they are copies (parallel/data_shards.py), into `tensors` of a backing."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensors[name][: parameter.shape[0]].copy_(parameter)
+
+
 def _is_vocab(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "lm_head.weight"))
 
