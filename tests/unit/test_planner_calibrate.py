@@ -104,6 +104,18 @@ def test_what_is_no_task_of_the_steps_is_left_out() -> None:
     assert measured_spans(strange, cost) == []
 
 
+def test_a_span_of_a_unit_is_all_its_prompts() -> None:
+    cost = steps(TRUE)[3]
+    step = TracedStep(cost, (40, 41, 42, 43), units=((40,), (42, 41, 43)))
+    labels = {Phase.REF_PREFIX: (40, 42), Phase.DECODE: (40, 41, 42, 43)}
+    found = measured_spans([Span(p, "main", 0, 1, 3, label) for p, ids in labels.items() for label in ids], {3: step})
+    alone, three, *decoded = (m.predict(TRUE) for m in found)
+    assert three == pytest.approx(3 * alone)
+    assert decoded == [cost.task(Task(Phase.DECODE, g)).total for g in range(4)]
+    with pytest.raises(ValueError, match="99"):
+        TracedStep(cost, (40, 41, 42, 43), units=((99,),))
+
+
 def test_a_calibration_is_a_file_of_its_own() -> None:
     start = hardware("a100-80g")
     facts = json.loads(json.dumps(fit(measured_spans(spans(), traced(start)), start).facts()))

@@ -38,14 +38,29 @@ _WHOLE_STEP: dict[str, tuple[Phase, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What a traced step consisted of. Spans name a group by its rollout id: `rollout_ids` has it for each group."""
+    """What a traced step consisted of, and what its spans mean by a group.
+
+    rollout_ids: of each group of `cost`. units: rollout ids of the prompts whose passes ran together, as one span under
+    the first one's id (runtime/units.py); decoding has a span for each group all the same. Absent: each group alone.
+    """
 
     cost: StepCost
     rollout_ids: tuple[int, ...]
+    units: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.rollout_ids) != len(self.cost.groups):
             raise ValueError(f"{len(self.cost.groups)} groups have {len(self.rollout_ids)} rollout ids")
+        if strangers := {i for unit in self.units for i in unit} - set(self.rollout_ids):
+            raise ValueError(f"units hold rollout ids {sorted(strangers)}, which no group has")
+
+    def places(self, phase: Phase, label: int | None) -> tuple[int, ...]:
+        """The groups that a span of `phase` covers; none where it is no group of this step."""
+        if label not in self.rollout_ids:
+            return ()
+        together = next((unit for unit in self.units if unit[0] == label), (label,))
+        members = (label,) if phase is Phase.DECODE else together
+        return tuple(self.rollout_ids.index(member) for member in members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +178,7 @@ def _tasks(span: Span, step: TracedStep) -> list[Task]:
     phase = Phase(span.name)
     if phase in PER_STEP:
         return [Task(phase)]
-    return [Task(phase, step.rollout_ids.index(span.group))] if span.group in step.rollout_ids else []
+    return [Task(phase, place) for place in step.places(phase, span.group)]
 
 
 def _all_of(phase: Phase, cost: StepCost) -> list[Task]:
