@@ -13,7 +13,7 @@ from rollplex.models.shapes import shape_from_hf
 from rollplex.planner.calibrate import TracedStep, fit, measured_spans, on, residuals
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.flops import ModelCounts
-from rollplex.planner.hardware import Efficiency, Hardware, hardware, hardware_from_facts
+from rollplex.planner.hardware import Efficiency, Hardware, cpu, hardware, hardware_from_facts
 from rollplex.planner.load import GroupLoad, Prompt
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.passes import Algorithm
@@ -132,3 +132,10 @@ def test_what_cannot_be_fitted_is_refused() -> None:
         fit(known, start, free=("speed",))
     with pytest.raises(ConfigError, match="kernel_s starts at 0"):
         fit(known, start.reaching(kernel_s=0.0))
+
+
+def test_a_cpu_starts_from_nominal_peaks_and_grows_with_its_cores() -> None:
+    one, two = cpu(1, 8e9), cpu(2, 8e9)
+    assert (two.matmul_rate, two.byte_rate) == (2 * one.matmul_rate, 2 * one.byte_rate)
+    found = fit(measured_spans(spans(), traced(one)), one).hardware
+    assert found.matmul_rate == pytest.approx(TRUE.matmul_rate, rel=0.05)  # whatever the nominal peak

@@ -16,7 +16,8 @@ device (50 GB/s), the usual build of 8-GPU Hopper nodes, unless it says otherwis
 
 Latencies are assumptions, of one hop of a collective (it takes log2 of its devices): 4 us over NVLink, 6 us over PCIe,
 10 us across nodes, so that a small all-reduce over 8 devices takes 12 us, in the order of what NCCL's tests print. The
-CPU of a machine has no data sheet that says what is reached: its record comes from a calibration (calibrate.py).
+CPU of a machine has no data sheet that says what is reached: `cpu` is where a calibration (calibrate.py) starts, with
+nominal peaks of which only the product with a fitted efficiency means anything.
 """
 
 from __future__ import annotations
@@ -129,7 +130,16 @@ HARDWARE: dict[str, Hardware] = {
                  _PCIE4, 8, "NVIDIA Ada architecture white paper; 100 Gb/s a device between nodes, assumed"),
     )
 }  # fmt: skip
-"""By name. A machine's CPU is no entry: `hardware_from_facts` makes its record from a calibration file."""
+"""By name. A machine's CPU is no entry: its record is a calibration file's (`hardware_from_facts`)."""
+
+
+def cpu(cores: int, memory_bytes: float) -> Hardware:
+    """This machine's cores as one device, for `calibrate.fit` to start from: nominal 64 GFLOP/s in fp32 and 8 GB/s a
+    core (16 operations and 4 bytes a cycle at 2 to 4 GHz), and what calling an operation from Python takes."""
+    start = Efficiency(matmul=0.7, attention=0.4, memory=0.8, link=1.0, kernel_s=1e-5, decode_step_s=1e-3)
+    own = Link(8 * _GB, 1e-6)  # one device: nothing is sent
+    source = "nominal; the efficiencies are to be fitted"
+    return Hardware("cpu", 64e9 * cores, memory_bytes, 8 * _GB * cores, own, own, 8 * _GB, 1, source, start)
 
 
 def hardware(name: str) -> Hardware:
