@@ -116,15 +116,15 @@ def build_model(
     """Randomly initialised model of `config.family` whose vocabulary is that of `processor`.
 
     The weights depend on `config`, the vocabulary size and `seed` only; the global random state is left as it was.
-    `initializer_range` is the standard deviation of all matrices; absent: half of 1/sqrt(width), which is the usual
-    0.02 at width 625. Raises ModelError for sizes that do not fit together.
+    `initializer_range` is the standard deviation of all matrices; absent: config.init_scale / sqrt(width). Raises
+    ModelError for sizes that do not fit together.
     """
     tokenizer = processor.tokenizer
     shape = shape_from_build(config, len(tokenizer))
     text = _text_config(shape.text, config.family, tokenizer.eos_token_id)
     vision = _vision_config(shape.vision, config.family)
-    if initializer_range is not None:
-        text["initializer_range"] = vision["initializer_range"] = initializer_range
+    for part, width in ((text, shape.text.hidden_size), (vision, shape.vision.hidden_size)):
+        part["initializer_range"] = initializer_range or config.init_scale * float(width) ** -0.5
     ids = {
         "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         "video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>"),
@@ -205,7 +205,6 @@ def _text_config(shape: TextShape, family: str, eos_token_id: int) -> dict[str, 
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "max_position_embeddings": _MAX_POSITIONS,
-        "initializer_range": _initializer_range(shape.hidden_size),
         "eos_token_id": eos_token_id,
         # As in the published models: with a pad id the embedding would give that row no gradient.
         "pad_token_id": None,
@@ -242,7 +241,6 @@ def _vision_config(shape: VisionShape, family: str) -> dict[str, Any]:
         "temporal_patch_size": shape.temporal_patch_size,
         "in_channels": shape.in_channels,
         "out_hidden_size": shape.out_hidden_size,
-        "initializer_range": _initializer_range(shape.hidden_size),
     }
     if family == "qwen3_vl":
         vision["num_position_embeddings"] = shape.num_position_embeddings
@@ -254,7 +252,3 @@ def _vision_config(shape: VisionShape, family: str) -> dict[str, Any]:
             "tokens_per_second": 2,
         }
     return vision
-
-
-def _initializer_range(width: int) -> float:
-    return 0.5 * float(width) ** -0.5

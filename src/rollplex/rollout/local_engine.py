@@ -106,6 +106,10 @@ class LocalEngine:
                 self.logits_BV = self.model.forward(live_B, self.prompts, self.suffix)
         return finished
 
+    def limit(self, _rollout_id: int, _index: int) -> int:
+        """Most tokens of a response, at most `params.max_tokens`; benchmarks override it to fix how lengths spread."""
+        return self.params.max_tokens
+
     def _own_prefix(self, _rollout_id: int, spec: PromptSpec) -> tuple[PrefixPack, int]:
         return compute_prefix(self.policy, [spec], "none"), 0
 
@@ -169,7 +173,7 @@ class LocalEngine:
         for slot in range(len(self.rows) - 1, -1, -1):
             row = self.rows[slot]
             stopped = row.tokens[-1] in self.stop_ids
-            if not stopped and len(row.tokens) < self.params.max_tokens:
+            if not stopped and len(row.tokens) < self.limit(row.rollout_id, row.index):
                 continue
             reason = FinishReason.STOP if stopped else FinishReason.LENGTH
             response = Response(row.index, tuple(row.tokens), tuple(row.logps), reason)

@@ -81,7 +81,7 @@ class Learner:
             decode_threads=config.schedule.decode_threads,
             window_threads=config.schedule.window_threads,
         )
-        self._make_engine = make_engine or self._local_engine
+        self.make_engine = make_engine or self._local_engine
         self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
         self.window = WindowThread()
         slot_counts = [1] * config.algorithm.steps_per_generation
@@ -227,7 +227,7 @@ class Learner:
             policy=self.policy,
             updater=self.updater,
             collector=self.collector,
-            make_engine=self._make_engine,
+            make_engine=self.make_engine,
             config=self.config,
             units=units,
             state=state,
