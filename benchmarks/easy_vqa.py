@@ -2,9 +2,9 @@
 
 usage: python benchmarks/easy_vqa.py [--seeds 0 1 2] [--rows 2000] [key=value ...]
 
-Runs the recipe `easy_vqa` twice per seed: with train.max_steps=0 (warm start and evaluation), and from the same kept warm
-start to its end. Accuracy is greedy exact match on the first `--rows` questions of the test split, whose pictures no
-stage has seen. Further arguments override the recipe. The last line is JSON.
+Runs the recipe `easy_vqa` twice per seed: with train.max_steps=0 (warm start and evaluation), and from the same kept
+warm start to its end. Accuracy is greedy exact match on the first `--rows` questions of the test split, whose pictures
+no stage has seen. Further arguments override the recipe. The last line is JSON.
 """
 
 from __future__ import annotations
