@@ -1,6 +1,6 @@
 """What GRPO adds to a supervised warm start on easy-VQA: held-out exact match before and after, per seed.
 
-usage: python benchmarks/easy_vqa.py [--seeds 0 1 2] [--rows 2000] [key=value ...]
+usage: python benchmarks/learning_easy_vqa.py [--seeds 0 1 2] [--rows 2000] [key=value ...]
 
 Runs the recipe `easy_vqa` twice per seed: with train.max_steps=0 (warm start and evaluation), and from the same kept
 warm start to its end. Accuracy is greedy exact match on the first `--rows` questions of the test split, whose pictures
