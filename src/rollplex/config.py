@@ -270,6 +270,9 @@ class RunConfig(Section):
 
     output_dir: str = Field("runs/rollplex", description="Run folder.")
     seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model lives; auto: the GPU when torch sees one, else the CPU."
+    )
     num_threads: int | None = Field(None, ge=1, description="Torch threads; absent: all cores.")
     save_steps: int = Field(0, ge=0, description="Checkpoint every so many steps; 0: only at the end.")
     save_total_limit: int | None = Field(None, ge=1, description="Keep the newest checkpoints only.")

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+
+from rollplex.errors import ConfigError
 
 
 class DeviceLanes(Protocol):
@@ -98,6 +100,18 @@ class CudaLanes:
                 yield
             finally:
                 stream.synchronize()
+
+
+def device_of(choice: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """The device that run.device names. Raises ConfigError for a GPU that torch does not see."""
+    if choice == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "run.device is cuda, but torch sees no GPU (torch.cuda.is_available() is False): install a CUDA build of "
+            "torch and its driver, or set run.device=cpu"
+        )
+    return torch.device(choice)
 
 
 def device_lanes(device: torch.device, *, decode_threads: int | None, window_threads: int | None) -> DeviceLanes:

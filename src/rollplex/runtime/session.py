@@ -15,6 +15,7 @@ from rollplex.models.load import LoadedModel, load_model
 from rollplex.models.policy import Policy
 from rollplex.models.prompts import PromptBuilder
 from rollplex.runtime.collect import Slot
+from rollplex.runtime.device import device_of
 from rollplex.runtime.prefetch import Prefetcher
 from rollplex.tasks.order import DataOrder
 from rollplex.tasks.task import Task, build_task
@@ -51,6 +52,7 @@ def build_session(config: Config, *, processor_path: Path | None = None) -> Sess
         torch.set_num_threads(config.run.num_threads)
     task = build_task(config.data, config.data.split, config.run.seed)
     loaded = load_model(config.model, texts=task.texts(), seed=config.run.seed, processor_path=processor_path)
+    loaded.model.to(device_of(config.run.device))
     prompts = PromptBuilder(loaded.processor, loaded.model.config, config.data)
     stops = _stop_ids(loaded, config)
     return Session(config, task, loaded, Policy(loaded.model), prompts, stops)
