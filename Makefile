@@ -1,4 +1,4 @@
-# make install | demo | test | lint | check. Nothing is needed beforehand but Python >= 3.11 with venv.
+# make install | demo | test | test-vllm | lint | check. Nothing is needed beforehand but Python >= 3.11 with venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,12 @@ ARGS ?=
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 
-.PHONY: install demo test lint format check clean
+# vLLM pins another torch than the project is developed with: an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM := $(VLLM_VENV)/.installed
+VLLM_ENVIRONMENT := $(wildcard tests/vllm/environment/*)
+
+.PHONY: install demo test test-vllm lint format check clean
 .DELETE_ON_ERROR:
 
 install: $(DEV)
@@ -19,6 +24,9 @@ demo: $(BASE)
 
 test: $(DEV)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(VLLM)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check
@@ -33,7 +41,7 @@ format: $(DEV)
 check: lint test
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -47,3 +55,8 @@ $(BASE): pyproject.toml | $(BIN)/pip
 $(DEV): pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install -e '.[dev]'
 	touch $(BASE) $@
+
+$(VLLM): $(VLLM_ENVIRONMENT)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	tests/vllm/environment/install.sh $(VLLM_VENV)
+	touch $@

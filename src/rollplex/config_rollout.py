@@ -13,10 +13,10 @@ class VllmConfig(Section):
     """vLLM engines; their tensor-parallel degree is sharing.rollout_tp."""
 
     servers: int = Field(0, ge=0, description="Engines, each in a server process of its own; 0: one in this process.")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+    engine_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="Dtype of the engine's weights and compute; absent: model.dtype."
     )
-    max_model_len: int | None = Field(
+    max_sequence_tokens: int | None = Field(
         None, ge=1, description="Most tokens of a prompt with its response; absent: as many as the model was made for."
     )
     kv_cache_gib: float = Field(
@@ -30,7 +30,7 @@ class VllmConfig(Section):
         256, ge=1, description="Weights pushed into other processes at a time, in MiB; a larger tensor goes alone."
     )
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the start of a server process.")
-    timeout_s: float = Field(
+    call_timeout_s: float = Field(
         300.0, gt=0, description="Deadline for a decoding step, and for a push, sleep or wake of an engine."
     )
 

@@ -42,15 +42,32 @@ def save_pretrained(
         adapter_config.inference_mode = True
         adapter_config.save_pretrained(folder)
     else:
-        base = model.get_base_model() if is_lora(model) else model
-        _check_tying(base)
-        config = copy.deepcopy(base.config)
-        config.architectures = [type(base).__name__]
-        config.save_pretrained(folder)
-        base.generation_config.save_pretrained(folder)
-        tensors = list(_lora_free(model, merged=lora == "merged"))
-        write_tensors(tensors, folder, "model", shard_bytes)
+        _save_config(model, folder)
+        write_tensors(list(_lora_free(model, merged=lora == "merged")), folder, "model", shard_bytes)
     processor.save_pretrained(folder)
+
+
+def save_without_weights(model: Any, processor: Any, folder: str | Path) -> None:
+    """What `save_pretrained` writes of the ordinary model inside `model`, weights left out: for an engine that gets them
+    in another way. Raises as it does."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_config(model, folder)
+    processor.save_pretrained(folder)
+
+
+def merged_tensors(model: Any) -> list[StoredTensor]:
+    """The weights of the ordinary model that computes what `model` does, LoRA adapters merged when they are read."""
+    return list(_lora_free(model, merged=True))
+
+
+def _save_config(model: Any, folder: Path) -> None:
+    base = model.get_base_model() if is_lora(model) else model
+    _check_tying(base)
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    config.save_pretrained(folder)
+    base.generation_config.save_pretrained(folder)
 
 
 def weights_stem(model: Any) -> str:

@@ -37,8 +37,8 @@ PEER_NAMES: dict[str, str] = {
     "max_response_length": "rollout.max_completion_length",
     "max_new_tokens": "rollout.max_completion_length",
     "max_tokens": "rollout.max_completion_length",
-    "max_model_len": "data.max_prompt_tokens and rollout.max_completion_length",
-    "gpu_memory_utilization": "there is none: the local engine shares the process; rollout.max_decode_rows bounds it",
+    "max_model_len": "data.max_prompt_tokens, rollout.max_completion_length, and rollout.vllm.max_sequence_tokens",
+    "gpu_memory_utilization": "rollout.vllm.kv_cache_gib; the local engine is bounded by rollout.max_decode_rows",
     "tensor_model_parallel_size": "sharing.train_tp and sharing.rollout_tp, which `rollplex plan` reads; training "
     "itself runs in one process",
     "clip_ratio": "algorithm.epsilon",
@@ -103,7 +103,7 @@ PEER_NAMES: dict[str, str] = {
     "dataloader_num_workers": "data.media_workers",
     "use_prefix_grouper": "train.share_prefix",
 }
-_VLLM = "there is no vLLM engine yet: rollouts run in this process (rollout.*)"
+_VLLM = "here: rollout.engine=vllm, with the options of rollout.vllm"
 
 
 def hint_for(name: str) -> str:

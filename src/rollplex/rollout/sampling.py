@@ -17,6 +17,12 @@ def keyed_uniforms(seed: int, rollout_id: int, response_index: int, num_tokens: 
     return np.random.Generator(np.random.Philox(key)).random(num_tokens)
 
 
+def keyed_seed(seed: int, rollout_id: int, response_index: int) -> int:
+    """A seed in [0, 2**63) that depends on the key alone, for engines that draw their own random numbers."""
+    key = np.random.SeedSequence((seed, rollout_id, response_index))
+    return int(key.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
 def penalised(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
     """Repetition penalty: positive logits of seen tokens are divided by it, negative ones multiplied."""
     changed = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)

@@ -1,0 +1,126 @@
+"""Which engine samples a run's responses (rollout.engine), built once and opened for each rollout."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollplex.config import Config
+from rollplex.models.policy import Policy
+from rollplex.models.save import save_without_weights
+from rollplex.rollout.engine import RolloutEngine, SamplingParams
+from rollplex.rollout.hosted_engine import HostedEngine, HostedRollout
+from rollplex.rollout.hosting import Host, HostSettings
+from rollplex.rollout.local_engine import LocalEngine, PrefixSource
+from rollplex.rollout.server import ServerHost
+from rollplex.rollout.vllm_engine import VllmHost, require_vllm
+
+
+class Engines(Protocol):
+    """Where rollouts come from. `open` before each one: it may have to push weights first."""
+
+    def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> RolloutEngine:
+        """An engine under the policy's present weights. Prefixes of `prefix_source` are used where that is possible."""
+
+    def sleep(self) -> None:
+        """No rollout for a while: give memory back. `open` wakes."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+class LocalEngines:
+    """The engine on the training weights themselves: nothing to push, nothing to keep."""
+
+    def __init__(self, policy: Policy, max_rows: int):
+        self.policy, self.max_rows = policy, max_rows
+
+    def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> LocalEngine:
+        """An engine that takes prompts' keys and values from `prefix_source`."""
+        return LocalEngine(self.policy, params, max_rows=self.max_rows, prefix_source=prefix_source)
+
+    def sleep(self) -> None:
+        """Nothing is held between rollouts."""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class VllmEngines:
+    """vLLM in this process (rollout.vllm.servers=0) or as server processes."""
+
+    def __init__(self, config: Config, policy: Policy, processor: Any):
+        require_vllm()
+        options = config.rollout.vllm
+        self.sleeps = options.sleep
+        # vLLM reads the model's shape from a folder; the servers' output goes there too.
+        self.folder = Path(tempfile.mkdtemp(prefix="rollplex_vllm_"))
+        try:
+            save_without_weights(policy.model, processor, self.folder)
+            settings = host_settings(config, str(self.folder))
+            self.hosted = HostedEngine(
+                policy,
+                self._starter(settings, options.servers, options.start_timeout_s),
+                max(1, options.servers),
+                bucket_limit=options.bucket_mib << 20,
+                timeout_s=options.call_timeout_s,
+                direct=options.servers == 0 and settings.tensor_parallel == 1,
+            )
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> HostedRollout:
+        """vLLM computes prompts itself: `prefix_source` is not asked."""
+        return self.hosted.open(params)
+
+    def sleep(self) -> None:
+        """Release weights and KV cache, with rollout.vllm.sleep."""
+        if self.sleeps:
+            self.hosted.sleep()
+
+    def close(self) -> None:
+        """End vLLM and remove its folder."""
+        self.hosted.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _starter(self, settings: HostSettings, servers: int, start_timeout_s: float) -> Callable[[int], Host]:
+        def start(number: int) -> Host:
+            if servers == 0:
+                return VllmHost(settings)
+            return ServerHost(
+                f"{VllmHost.__module__}:{VllmHost.__name__}",
+                settings,
+                f"vLLM server {number}",
+                log=self.folder / f"server-{number}.log",
+                start_timeout_s=start_timeout_s,
+            )
+
+        return start
+
+
+def host_settings(config: Config, model_folder: str) -> HostSettings:
+    """What each vLLM engine is built from."""
+    rollout, options = config.rollout, config.rollout.vllm
+    return HostSettings(
+        model_folder=model_folder,
+        dtype=options.engine_dtype or config.model.dtype,
+        tensor_parallel=config.sharing.rollout_tp,
+        max_model_len=options.max_sequence_tokens,
+        max_rows=-(-rollout.max_decode_rows // max(1, options.servers)),
+        kv_cache_bytes=int(options.kv_cache_gib * 2**30),
+        enforce_eager=options.enforce_eager,
+        temperature=rollout.temperature,
+        sleep=options.sleep,
+        timeout_s=options.call_timeout_s,
+    )
+
+
+def build_engines(config: Config, policy: Policy, processor: Any) -> Engines:
+    """The engines that rollout.engine names. Raises ConfigError when vllm is asked for and not installed."""
+    if config.rollout.engine == "local":
+        return LocalEngines(policy, config.rollout.max_decode_rows)
+    return VllmEngines(config, policy, processor)
