@@ -139,3 +139,12 @@ def test_a_cpu_starts_from_nominal_peaks_and_grows_with_its_cores() -> None:
     assert (two.matmul_rate, two.byte_rate) == (2 * one.matmul_rate, 2 * one.byte_rate)
     found = fit(measured_spans(spans(), traced(one)), one).hardware
     assert found.matmul_rate == pytest.approx(TRUE.matmul_rate, rel=0.05)  # whatever the nominal peak
+
+
+def test_attention_is_never_fitted_faster_than_products() -> None:
+    """Short prompts say nothing about attention: noise must not make it what no device can do."""
+    start = hardware("a100-80g").reaching(matmul=0.1)
+    short = [m for m in measured_spans(spans(), {1: traced(start)[1]}) if m.phase == "update"]
+    found = fit(short, start).hardware.efficiency
+    assert start.efficiency.attention > start.efficiency.matmul
+    assert found.attention <= found.matmul

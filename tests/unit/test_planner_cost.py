@@ -209,3 +209,15 @@ def test_generation_stays_within_the_bound(lengths: list[list[int]], tensor: int
     generation = stages(StepCost(side, side, Algorithm(), groups))[0]
     assert generation.lower_s <= generation.estimate_s * (1 + 1e-6)
     assert generation.estimate_s <= generation.upper_s * (1 + 1e-6)
+
+
+def test_eager_code_calls_attention_per_window_and_writes_scores_out() -> None:
+    fused, eager = (ModelCounts(shape(), eager=eager) for eager in (False, True))
+    prompts = [Prompt(900, ((2, 20, 16),))]  # two frames of 20 x 16 patches: 8 x 8 windows, 3 x 2 of them a frame
+    one, other = fused.vision(prompts), eager.vision(prompts)
+    # Four of 32 blocks see whole frames; the output of each call is put in order by a kernel of its own.
+    assert other.kernels - one.kernels == 2 * (28 * 2 * 6 + 4 * 2) - 32
+    assert dataclasses.replace(other, kernels=one.kernels) == one
+    steps = [counts.decode_step(4, 4000, 1000) for counts in (fused, eager)]
+    assert steps[1].stream_bytes - steps[0].stream_bytes == 64 * 8 * 40 * 4000 * 2
+    assert steps[1].flops == steps[0].flops

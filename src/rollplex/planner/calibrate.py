@@ -134,7 +134,10 @@ def fit(measured: Sequence[Measured], start: Hardware, free: Sequence[str] = FRE
     origin = np.log([getattr(start.efficiency, name) for name in free])
 
     def device(logs: NDArray[np.float64]) -> Hardware:
-        return start.reaching(**{name: math.exp(value) for name, value in zip(free, logs, strict=True)})
+        values = {name: math.exp(value) for name, value in zip(free, logs, strict=True)}
+        if "attention" in values:  # products and a softmax: never faster than products
+            values["attention"] = min(values["attention"], values.get("matmul", start.efficiency.matmul))
+        return start.reaching(**values)
 
     def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         now = device(logs)

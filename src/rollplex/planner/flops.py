@@ -25,6 +25,9 @@ Activations = Literal["graph", "checkpoint", "recompute"]
 
 # Fused kernels one after another: norm, qkv, rotary, attention, output, add, norm, gate and up, SwiGLU, down, add.
 _PROJECTION_KERNELS, _ATTENTION_KERNELS, _FINISH_KERNELS = 3, 1, 7
+_CALL_KERNELS = 2  # of one window's attention on its own: the kernel, and its output put in order
+# Scores of rollout/decode.py read or written: product, rows and cells in order, joined, softmax, parted, product.
+_SCORE_PASSES = 8
 _HEAD_KERNELS = 3  # norm, product, log-softmax
 # fp32 passes over the logits of a chunk (models/logprobs.py): written, log-sum-exp, subtracted and exponentiated in
 # place, entropy.
@@ -54,13 +57,16 @@ class Experts:
 class ModelCounts:
     """Counts passes of one model, the whole of it on one device; parallel/ divides them.
 
-    `vision_trained` off: the tower has no backward (model.freeze_vision). Sequences are packed; what pads is said.
+    `vision_trained` off: the tower has no backward (model.freeze_vision). `eager`: as this repository runs without
+    variable-length attention kernels (CPU, or a GPU without them): the tower calls attention once per window and frame,
+    and decoding writes its scores out. Sequences are packed; what pads is said.
     """
 
     shape: ModelShape
     dtype_bytes: int = 2
     experts: Experts | None = None
     vision_trained: bool = True
+    eager: bool = False
 
     # --- parameters
 
@@ -205,8 +211,10 @@ class ModelCounts:
         """
         text = self.shape.text
         width = 2 * text.num_kv_heads * text.head_dim * self.dtype_bytes
+        scores = _SCORE_PASSES * text.num_heads * pairs * self.dtype_bytes if self.eager else 0.0
         layer = self._projections(rows) + self._attention(pairs) + self._finish(rows)
-        return text.num_layers * (layer + Work(kv_bytes=cached_tokens * width)) + self.head(rows)
+        cache = Work(kv_bytes=cached_tokens * width, stream_bytes=scores)
+        return text.num_layers * (layer + cache) + self.head(rows)
 
     # --- vision tower
 
@@ -246,12 +254,18 @@ class ModelCounts:
             windows = sum(t * n * size**2 for grid, t, _ in frames for size, n in window_sizes(grid, vision))
         full = len(vision.full_attention_blocks) if vision.window_size else vision.depth
         pairs = full * whole + (vision.depth - full) * windows
+        calls = vision.depth
+        if self.eager:
+            cut = (
+                sum(t * n for grid, t, _ in frames for _, n in window_sizes(grid, vision)) if vision.window_size else 0
+            )
+            calls = _CALL_KERNELS * (full * sum(t for _, t, _ in frames) + (vision.depth - full) * cut)
         return Work(
             matmul_flops=2.0 * patches * matrices * vision.depth,
             attention_flops=4.0 * width * pairs,
             weight_bytes=matrices * vision.depth * self.dtype_bytes,
             stream_bytes=float(patches * per_patch * vision.depth * self.dtype_bytes),
-            kernels=vision.depth * (_PROJECTION_KERNELS + _ATTENTION_KERNELS + _FINISH_KERNELS),
+            kernels=vision.depth * (_PROJECTION_KERNELS + _FINISH_KERNELS) + calls * _ATTENTION_KERNELS,
         )
 
     def _mergers(self, prompts: Sequence[Prompt]) -> Work:
