@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rollplex.models.adapter import VisionFeatures, VlmAdapter, adapter_for
-from rollplex.models.lease import WeightLease
 from rollplex.models.ranks import ALONE, TensorRanks
 from rollplex.types import PromptSpec
 
@@ -55,7 +54,6 @@ class Policy:
         self.model = model
         self.adapter: VlmAdapter = adapter_for(model, ranks)
         self.weight_version = 0
-        self.lease = WeightLease()
         self.encode_calls = 0
         self.vision_frozen = not any(p.requires_grad for p in self.adapter.visual.parameters())
         self.vision_cache = VisionCache()

@@ -117,8 +117,16 @@ class HostedEngine:
             place.host.close()
         self.places = []
 
-    def revive(self, place: _Place) -> None:
-        """A new host in `place`, with the current weights, asked for all that the old one owed."""
+    def revive(self, place: _Place, version: int) -> None:
+        """A new host in `place`, with the current weights, asked for all that the old one owed under v`version`.
+
+        Raises StateError when the policy has moved on: the rest of the rollout would come from other weights.
+        """
+        if self.policy.weight_version != version:
+            raise StateError(
+                f"{place.host.name} ended while it sampled under weights v{version}; the policy has "
+                f"v{self.policy.weight_version} by now, so what it owed cannot be sampled again"
+            )
         self._start_again(place)
         self._push([place])
         requests = _regrouped(place.owed)
@@ -147,7 +155,6 @@ class HostedEngine:
         version, tensors = self.policy.weight_version, merged_tensors(self.policy.model)
         buckets = list(in_buckets(tensors, self.bucket_limit))
         with ExitStack() as writing, torch.no_grad():
-            writing.enter_context(self.policy.lease.reading(f"the push of v{version}"))
             for place in places:
                 writing.enter_context(place.states.loading(f"the push of v{version} into {place.host.name}"))
                 place.version = None
@@ -183,6 +190,7 @@ class HostedRollout:
 
     def __init__(self, engine: HostedEngine, params: SamplingParams):
         self.engine, self.params = engine, params
+        self.version = engine.policy.weight_version
         self.restarts_left = MAX_RESTARTS
 
     @property
@@ -239,7 +247,7 @@ class HostedRollout:
                 "%s; started again, %d responses of rollouts %s are sampled again", death, len(place.owed), rollouts
             )
             try:
-                return self.engine.revive(place)
+                return self.engine.revive(place, self.version)
             except HostDied as another:
                 death = another
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rollplex.config import Config
 from rollplex.errors import SamplingExhausted
+from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
 from rollplex.rollout.engine import RolloutEngine, SamplingParams
 from rollplex.rollout.local_engine import LocalEngine, PrefixSource
@@ -75,6 +76,7 @@ class Learner:
         self.params = SamplingParams.from_config(
             config, stop_token_ids=stop_token_ids, banned_token_ids=policy.adapter.vision_token_ids
         )
+        self.states = ResidencyStates()
         self.schedule: Schedule = schedule_named(config.schedule.name)
         self.lanes: DeviceLanes = device_lanes(
             policy.device,
@@ -229,6 +231,7 @@ class Learner:
             collector=self.collector,
             make_engine=self.make_engine,
             config=self.config,
+            states=self.states,
             units=units,
             state=state,
             watch=watch,

@@ -13,6 +13,7 @@ import torch
 
 from rollplex.config import Config
 from rollplex.errors import StateError
+from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import Activations, PrefixPack, compute_prefix
 from rollplex.rollout.engine import RolloutEngine
@@ -69,12 +70,14 @@ class StepTasks:
         collector: Collector,
         make_engine: EngineFactory,
         config: Config,
+        states: ResidencyStates,
         units: Sequence[Unit],
         state: TrainerState,
         watch: Stopwatch,
     ):
         self.policy, self.updater, self.collector, self.config, self.units = policy, updater, collector, config, units
         self.mode = prefix_mode(config)
+        self.states = states  # who reads and who writes the weights, whatever thread it is in
         self.raw: dict[int, RawGroup] = {}  # complete groups with their rewards, by rollout id
         self.loss_scale = 1.0  # of the last optimizer step, where its totals were not known from the start
         self._watch = watch
@@ -119,7 +122,7 @@ class StepTasks:
             Phase.PREFIX_BACKWARD: self._prefix_backward,
         }
         if task.group is not None:
-            with self.policy.lease.reading(str(task)):
+            with self.states.reading(str(task)):
                 bodies[task.phase](task.group)
         elif task.phase is Phase.OPTIMIZER:
             self._optimizer()
@@ -134,7 +137,7 @@ class StepTasks:
     def decode_iteration(self) -> list[int]:
         """One token for every live response; units whose last response it was. Rewards of a prompt's responses start
         with the last of them, before its unit is complete."""
-        with self.policy.lease.reading("decode"):
+        with self.states.generating("decode"):
             complete = self._rollout.step()
         ended = []
         for pending in complete:
@@ -277,7 +280,8 @@ class StepTasks:
         self.loss_scale = 1.0
         if step.deferred:
             self.loss_scale = self.updater.totals(groups).deferred_scale(self.updater.settings.loss_type)
-        self._done.append(self.updater.apply(groups, scale=self.loss_scale))
+        with self.states.writing(f"optimizer step {self.updater.optimizer.num_steps + 1}"):
+            self._done.append(self.updater.apply(groups, scale=self.loss_scale))
         self._metrics += [metrics for metrics, _ in step.results]
         self._stats += [stats for _, stats in step.results] if step.first_epoch else []
 

@@ -151,9 +151,8 @@ class Updater:
         self.optimizer.fill_gradients(self._reached_by(groups))
         if scale != 1.0:
             self.optimizer.scale_gradients(scale)
-        with self.policy.lease.writing(f"optimizer step {self.optimizer.num_steps + 1}"):
-            step = self.optimizer.step()
-            self.policy.bump()
+        step = self.optimizer.step()
+        self.policy.bump()
         return step
 
     def _reached_by(self, groups: Sequence[ScoredGroup]) -> list[torch.Tensor]:
