@@ -114,6 +114,22 @@ def device_of(choice: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device(choice)
 
 
+def device_name(device: torch.device) -> str:
+    """What to call the hardware in a result."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to look for the peak of allocated memory anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Most bytes that torch has had allocated on a GPU since `reset_peak`; None on a CPU, which does not count them."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
 def device_lanes(device: torch.device, *, decode_threads: int | None, window_threads: int | None) -> DeviceLanes:
     """Lanes of `device`. On a CPU with T threads (torch.get_num_threads) and nothing else said, decoding has all of
     them alone and shares them with the window in halves; with one thread there is no window."""

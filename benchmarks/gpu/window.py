@@ -1,0 +1,186 @@
+"""What sharing and the decode window gain on one GPU: {share} x {hoist}, stream, chunk sizes, and peak memory.
+
+usage: python benchmarks/gpu/window.py [--model 3b|7b] [--steps 4]
+
+A model of Qwen2.5-VL-3B's (7B's) sizes, but for a small vocabulary, with random bfloat16 weights, on the counting task.
+The arms share one copy of weights, optimizer and reference and take turns step by step; the learning rate is 0, so that
+all of them sample alike. Needs a CUDA GPU; 8 minutes are meant to do. Not run on one yet. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rollplex.config import Config
+from rollplex.runtime.device import device_name, peak_bytes, reset_peak
+from rollplex.runtime.learner import Learner
+from rollplex.runtime.trainer import Trainer
+from rollplex.tasks.rewards import TrainerState
+from vs_trl_arms.settings import REWARD
+from vs_trl_arms.summary import block_order, provenance, write_result
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+SIZES: dict[str, dict[str, int]] = {
+    "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_layers": 36, "num_heads": 16, "num_kv_heads": 2},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_layers": 28, "num_heads": 28, "num_kv_heads": 4},
+}
+VISION = {"vision_depth": 32, "vision_hidden_size": 1280, "vision_intermediate_size": 3420}
+PROMPTS, RESPONSES, TOKENS, PICTURES, SIDE = 8, 8, 256, 4, 728  # 4 x 676 visual tokens a prompt
+CHUNKS = (1024, 4096, 16384)
+
+ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "whole": {"schedule": {"name": "serial", "overlap": "off"}, "train": {"share_prefix": False}},
+    "unshared, hoisted": {
+        "schedule": {"name": "rollplex", "overlap": "on"},
+        "train": {"share_prefix": False, "unshared_prefix": "per_response"},
+    },
+    "serial": {"schedule": {"name": "serial", "overlap": "off"}},
+    **{f"rollplex, {c}": {"schedule": {"name": "rollplex", "overlap": "on", "unit_tokens": c}} for c in CHUNKS},
+    "stream": {"schedule": {"name": "stream", "overlap": "on"}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One measured step."""
+
+    seconds: float
+    decode_s: float
+    hidden_s: float
+    peak_bytes: int  # allocated on the device
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(SIZES), default="3b")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of each arm (default 4)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of a response (default {TOKENS})")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script itself")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and picture: to try the script itself")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    return parser.parse_args()
+
+
+def config_of(options: argparse.Namespace, arm: Mapping[str, Mapping[str, Any]]) -> Config:
+    """One arm's configuration; all have the same model, rows and sampling."""
+    build = {} if options.tiny else {**SIZES[options.model], **VISION}
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"output_dir": "run", "device": options.device, "log_completions_steps": 0},
+        "model": {"build": build, "dtype": "bfloat16"},
+        "data": {"task": "counting", "num_images": PICTURES, "image_size": 56 if options.tiny else SIDE},
+        "rewards": {"reward_funcs": [REWARD]},
+        "rollout": {
+            "prompts_per_step": PROMPTS,
+            "num_generations": RESPONSES,
+            "max_completion_length": options.tokens,
+        },
+        "algorithm": {"beta": 0.04},
+        "train": {"learning_rate": 0.0, "max_steps": 1000, "micro_batch_tokens": 16384},
+        "schedule": {"unit_tokens": 4096},
+    }
+    for section, values in arm.items():
+        tree[section] = {**tree[section], **values}
+    return Config.model_validate(tree)
+
+
+def learners(options: argparse.Namespace, trainer: Trainer) -> dict[str, Learner]:
+    """One learner per arm on the trainer's one policy, optimizer and reference."""
+    return {
+        name: Learner(
+            trainer.session.policy,
+            trainer.optimizer,
+            trainer.reference,
+            trainer.collector,
+            config_of(options, ARMS[name]),
+            stop_token_ids=trainer.session.stop_token_ids,
+        )
+        for name in options.arms
+    }
+
+
+def measured_step(learner: Learner, trainer: Trainer, device: torch.device) -> Step:
+    """One step of one arm; `learner.step` returns when the device is idle."""
+    reset_peak(device)
+    begin_s = time.monotonic()
+    outcome = learner.step(trainer.feed.take, TrainerState(0, 1))
+    seconds = time.monotonic() - begin_s
+    metrics = outcome.metrics
+    return Step(seconds, metrics["timing_s/decode"], metrics["overlap/hidden_s"], peak_bytes(device) or 0)
+
+
+def summary(steps: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
+    """Medians per arm, and what each gains over the serial one with and without sharing."""
+    seconds = {name: median(step.seconds for step in taken) for name, taken in steps.items()}
+    serial = steps.get("serial")
+    rows = {
+        name: {
+            "step_s": seconds[name],
+            "decode_s": median(step.decode_s for step in taken),
+            "hidden_s": median(step.hidden_s for step in taken),
+            "peak_gib": max(step.peak_bytes for step in taken) / 2**30,
+            "gain_over_whole": seconds["whole"] / seconds[name] if "whole" in seconds else None,
+            "gain_over_serial": seconds["serial"] / seconds[name] if serial else None,
+            "decode_slowdown": median(s.decode_s for s in taken) / median(s.decode_s for s in serial)
+            if serial
+            else None,
+        }
+        for name, taken in steps.items()
+    }
+    return {"arms": rows}
+
+
+def main() -> None:
+    """Build, take turns, print, write the result."""
+    options = parse_arguments()
+    trainer = Trainer(config_of(options, ARMS["serial"]))
+    device = trainer.session.policy.device
+    arms = learners(options, trainer)
+    steps: dict[str, list[Step]] = {name: [] for name in arms}
+    try:
+        for number, name in enumerate(block_order(list(arms), 1 + options.steps)):
+            step = measured_step(arms[name], trainer, device)
+            if number >= len(arms):  # the first of each warms up kernels and allocator
+                steps[name].append(step)
+            print(f"{name}: {step.seconds:.2f} s", flush=True)
+    finally:
+        for learner in arms.values():
+            learner.close()
+        trainer.close()
+    hardware = device_name(device)
+    found = summary(steps)
+    line = {
+        "benchmark": "gpu_window",
+        "model": "tiny" if options.tiny else options.model,
+        "hardware": hardware,
+        **found,
+    }
+    versions = {package: version(package) for package in ("rollplex", "torch", "transformers")}
+    singles = {name: [asdict(step) for step in taken] for name, taken in steps.items()}
+    if device.type == "cuda":
+        slug = hardware.lower().replace(" ", "-")
+        write_result(
+            f"gpu_window_{options.model}_{slug}",
+            {**provenance(), **line, "versions": versions, "steps": singles},
+            0,
+            options.results,
+        )
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

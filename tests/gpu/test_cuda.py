@@ -1,0 +1,50 @@
+"""The same code on a GPU: what a step gives there is what it gives on the CPU. Skipped, visibly, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollplex.config import Config
+from rollplex.runtime.device import device_of
+from rollplex.runtime.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(device_of("auto").type != "cuda", reason="needs a CUDA GPU")
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Differs between responses, so that every step moves the weights."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def _trained(folder: Path, device: str, family: str, schedule: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tree = {
+        "run": {"output_dir": str(folder), "device": device},
+        "model": {"build": {"family": family}, "dtype": "float64"},
+        "data": {"task": "mixed", "image_size": 56},
+        "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8},
+        "algorithm": {"beta": 0.04},
+        "rewards": {"reward_funcs": [f"{__file__}:reward"]},
+        "train": {"max_steps": 2, "learning_rate": 1e-3},
+        "schedule": {"unit_tokens": 64, **schedule},
+    }
+    trainer = Trainer(Config.model_validate(tree))
+    try:
+        for _ in range(2):
+            trainer.run_step()
+        return {name: p.detach().cpu() for name, p in trainer.session.loaded.model.named_parameters()}
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "rollplex", "stream"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_steps_on_the_gpu_equal_those_on_the_cpu(family: str, schedule: str, tmp_path: Path) -> None:
+    wanted = _trained(tmp_path, "cpu", family, {"name": "serial", "overlap": "off"})
+    found = _trained(tmp_path, "cuda", family, {"name": schedule, "overlap": "on"})
+    for name, tensor in wanted.items():
+        # fp64 on both, but for the casts to fp32 inside transformers' models
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
