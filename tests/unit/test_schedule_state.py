@@ -65,6 +65,10 @@ class Plain:
             assert state.runs(phase) == sum(launch.task.phase is phase for launch in self.running)
             startable = [task for task in left if not self.launched(task) and not self.missing(task)]
             assert list(state.startable(phase)) == startable
+            assert state.left(phase) == len(left)
+            assert state.started(phase) == sum(self.launched(task) for task in self.spec.tasks if task.phase is phase)
+            done = [task.group for task in self.done if task.phase is phase and task.group is not None]
+            assert list(state.ended(phase)) == done
         for task in self.spec.tasks:
             assert (state.launched(task), state.is_done(task)) == (self.launched(task), task in self.done)
             assert state.missing(task) == self.missing(task)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rollplex.errors import ConfigError
 from rollplex.schedule.spec import AdvantageScope, Phase, StepSpec, Task
@@ -156,7 +157,7 @@ def all_groups(state: StepState) -> tuple[Sequence[int], int]:
 
 def admitted(state: StepState) -> int:
     """Groups that the engines were given."""
-    return _launched(state, Phase.PREFILL)
+    return state.started(Phase.PREFILL)
 
 
 def decoded(state: StepState) -> int:
@@ -176,43 +177,24 @@ def offer_training(turn: Turn, groups: Sequence[int], count: int, *, publish: bo
 
     groups: an order that from turn to turn only grows, as `count` does. publish: whether PUBLISH may start.
     """
+    if not count or not turn.state.has_slot(Lane.MAIN):
+        return
     spec = turn.state.spec
     chain = [phase for phase in CHAIN if spec.tasks_per_phase[phase]]
-    begun = _launched(turn.state, chain[0])
-    for group in _in_work(turn.state, groups, begun):
-        _offer_next_of(turn, group, chain)
+    for before, phase in reversed([*pairwise(chain)]):
+        _offer_on(turn, phase, turn.state.ended(before))
     if spec.unit is not None:  # those of the next unit have to wait until the weights have moved
         count = min(count, spec.unit * (1 + spec.optimizer_steps - turn.state.left(Phase.OPTIMIZER)))
-    while begun < count and turn.state.has_slot(Lane.MAIN) and not turn.state.runs(Phase.OPTIMIZER):
-        turn.offer(Task(chain[0], groups[begun]), Lane.MAIN)
-        begun += 1
+    if not turn.state.runs(Phase.OPTIMIZER):
+        _offer_on(turn, chain[0], groups, count)
     for phase in (Phase.OPTIMIZER, Phase.PUBLISH):
         for task in turn.pending(phase):
             if not turn.state.busy(Lane.MAIN) and (publish or phase is Phase.OPTIMIZER):
                 turn.offer(task, Lane.MAIN)
 
 
-def _in_work(state: StepState, groups: Sequence[int], begun: int) -> list[int]:
-    """Of the first `begun` groups, in this order, those whose last pass is not done."""
-    last, found = state.spec.last_pass, list[int]()
-    left = begun - (state.spec.num_groups - state.left(last))
-    while len(found) < left:
-        begun -= 1
-        if not state.is_done(Task(last, groups[begun])):
-            found.append(groups[begun])
-    return found[::-1]
-
-
-def _offer_next_of(turn: Turn, group: int, chain: Sequence[Phase]) -> None:
-    """The next pass of a group whose replica is free."""
-    for phase in chain:
-        task = Task(phase, group)
-        if turn.state.is_done(task):
-            continue
-        if not turn.state.launched(task):
-            turn.offer(task, Lane.MAIN)
-        return
-
-
-def _launched(state: StepState, phase: Phase) -> int:
-    return state.spec.tasks_per_phase[phase] - state.left(phase) + state.runs(phase)
+def _offer_on(turn: Turn, phase: Phase, groups: Sequence[int], count: int | None = None) -> None:
+    """`phase` of the first `count` groups (None: of all), in this order, as far as replicas are free."""
+    begun, last = turn.state.started(phase), len(groups) if count is None else count
+    while begun < last and turn.state.has_slot(Lane.MAIN) and turn.offer(Task(phase, groups[begun]), Lane.MAIN):
+        begun += 1

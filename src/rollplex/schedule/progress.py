@@ -46,9 +46,9 @@ class Progress:
         "_needs_left",
         "_users_left",
         "begun",
-        "complete",
         "consumed",
         "done",
+        "ended",
         "events",
         "in_lane",
         "left",
@@ -57,6 +57,7 @@ class Progress:
         "running_of",
         "spec",
         "startable",
+        "started_of",
         "used_bytes",
     )
 
@@ -66,10 +67,10 @@ class Progress:
         self.running: dict[Task, Launch] = {}  # in the order of their launches
         self.done: dict[Task, None] = {}  # in the order of their ends
         self.in_lane: dict[Lane, dict[Task, None]] = {lane: {} for lane in Lane}
-        self.running_of = dict.fromkeys(Phase, 0)
+        self.running_of, self.started_of = dict.fromkeys(Phase, 0), dict.fromkeys(Phase, 0)
         self.used_bytes = 0
         self.left = dict(spec.tasks_per_phase)  # not done yet
-        self.complete: list[int] = []  # groups in the order in which their rewards came
+        self.ended: dict[Phase, list[int]] = {phase: [] for phase in Phase}  # groups, in the order of their ends
         self.begun: set[int] = set()  # groups of which a pass of the update was launched
         self.consumed = self.optimized = 0  # groups whose update passes are done; optimizer steps that are
         self._needs_left = dict(spec.needs_count)
@@ -125,6 +126,7 @@ class Progress:
         task = launch.task
         self.running[task] = launch
         self.running_of[task.phase] += 1
+        self.started_of[task.phase] += 1
         self.in_lane[launch.lane][task] = None
         _remove(self.startable[task.phase], task)
         self.used_bytes += sum(life.nbytes for life in self.spec.started_by(task))
@@ -143,9 +145,9 @@ class Progress:
                 insort(self.startable[other.phase], other, key=_place)
         for life in self.spec.used_by(task):
             self._release(life)
-        if task.phase is Phase.REWARD and task.group is not None:
-            self.complete.append(task.group)
-        elif task.phase is self.spec.last_pass:
+        if task.group is not None:
+            self.ended[task.phase].append(task.group)
+        if task.phase is self.spec.last_pass:
             self.consumed += 1
         elif task.phase is Phase.OPTIMIZER:
             self.optimized += 1

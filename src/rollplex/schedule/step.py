@@ -96,7 +96,11 @@ class StepState:
     @property
     def complete(self) -> Sequence[int]:
         """Groups whose rewards are there, in the order in which they came. Not to be changed."""
-        return self._now.complete
+        return self._now.ended[Phase.REWARD]
+
+    def ended(self, phase: Phase) -> Sequence[int]:
+        """Groups that `phase` is done with, in the order in which it was. Not to be changed."""
+        return self._now.ended[phase]
 
     @property
     def begun(self) -> int:
@@ -141,6 +145,10 @@ class StepState:
     def unlaunched(self, order: Sequence[Task]) -> Iterator[Task]:
         """Tasks of `order` that were not launched. Keep one order: what lies in front is then looked at once."""
         return self._now.unlaunched(order)
+
+    def started(self, phase: Phase) -> int:
+        """How many tasks of `phase` were launched."""
+        return self._now.started_of[phase]
 
     def runs(self, phase: Phase) -> int:
         """How many tasks of `phase` run."""
