@@ -6,6 +6,8 @@ import itertools
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -102,10 +104,11 @@ class DyingPublisher(Publisher):
         return super()._round(moves, what)
 
 
-def killed_half_way(job: Job) -> Any:
+def killed_half_way(job: Job, folder: Path) -> Any:
     """Devices 0 and 1 publish and 1 is killed; processes 2 and 3 are readers of devices 0 and 1 that stay alive.
 
-    Each reader answers with the versions that it was let read before and after, and whether what it read was whole.
+    Each reader answers with the versions that it was let read before and after, and whether what it read was whole. It
+    leaves a file in `folder` when it was refused, for which process 0 waits before it loads everything again.
     """
     world = Peers(None, "all processes", job.deadline_s)
     plan = sharing_plan(2, 1)
@@ -118,13 +121,16 @@ def killed_half_way(job: Job) -> Any:
         world.barrier("readers have mapped the weights")
         publisher = DyingPublisher(plan, backing, block, bucket_bytes=256)
         try:
-            publisher.publish(lambda: backing.fill(Side.TRAIN, new), wait_s=10.0)
+            publisher.publish(lambda: backing.fill(Side.TRAIN, new), wait_s=60.0)
         except (PeerError, DeadlineError) as error:
             problem = str(error)
         else:
             problem = "no error"
         again = _read(backing, old, new)
-        backing.load(new, "from the checkpoint", wait_s=10.0)
+        deadline_s = monotonic() + job.deadline_s
+        while len(list(folder.iterdir())) < 2 and monotonic() < deadline_s:
+            sleep(0.01)
+        backing.load(new, "from the checkpoint", wait_s=60.0)
         return {"error": problem, "after": again, "loaded": _read(backing, old, new)}
     handles = world.exchange(None, "handles")
     backing = Backing.attach(handles[job.rank - 2])
@@ -132,6 +138,8 @@ def killed_half_way(job: Job) -> Any:
     world.barrier("readers have mapped the weights")
     while not seen[-1][1].startswith("StateError"):  # locked while the writers live, then half written
         seen.append(_read(backing, old, new))
+        sleep(0.001)
+    (folder / f"{job.rank}").touch()
     return {"seen": seen}
 
 
@@ -146,3 +154,16 @@ def _read(backing: Backing, old: Tensors, new: Tensors) -> tuple[int, str]:
             return version, "mixed"
     except (StateError, DeadlineError) as error:
         return -1, f"{type(error).__name__}: {error}"
+
+
+def late(job: Job) -> str:
+    """Process 1 does not come to the barrier of process 0 in time; what that one is told."""
+    block = block_peers(job, 2)
+    if job.rank == 1:
+        sleep(3 * job.deadline_s)
+        return ""
+    try:
+        block.barrier("publish of v7: start")
+    except DeadlineError as error:
+        return str(error)
+    return "no error"

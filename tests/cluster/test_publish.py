@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from cluster.handover import all_pairs, killed_half_way
+from cluster.handover import all_pairs, killed_half_way, late
 from cluster.processes import run_ranks
 
 BUCKET_BYTES = 512  # a few rows of the small model: dozens of rounds
 
 
 def test_every_pair_of_degrees_hands_over_bitwise() -> None:
-    answers = run_ranks(all_pairs, 4, BUCKET_BYTES)
+    answers = run_ranks(all_pairs, 4, BUCKET_BYTES, deadline_s=240.0)
     moved = 0
     for rank, cases in enumerate(answers):
         assert len(cases) == 72
@@ -24,8 +26,8 @@ def test_every_pair_of_degrees_hands_over_bitwise() -> None:
     assert moved > 0 and max(case["rounds"] for case in answers[0]) > 10
 
 
-def test_a_publish_that_dies_half_way_leaves_nothing_to_read() -> None:
-    answers = run_ranks(killed_half_way, 4, killed=[1], wait_s=20.0)
+def test_a_publish_that_dies_half_way_leaves_nothing_to_read(tmp_path: Path) -> None:
+    answers = run_ranks(killed_half_way, 4, tmp_path, killed=[1], wait_s=30.0)
     survivor, readers = answers[0], answers[2:]
     assert "publish of v2: round" in survivor["error"] and "rank 0 of 2 of the block of devices" in survivor["error"]
     assert survivor["after"][1].startswith("StateError") and survivor["loaded"] == (2, "new")
@@ -35,10 +37,14 @@ def test_a_publish_that_dies_half_way_leaves_nothing_to_read() -> None:
         assert "half written since v1" in reader["seen"][-1][1] and "last checkpoint" in reader["seen"][-1][1]
 
 
-@pytest.mark.parametrize("world", [2])
-def test_a_failing_process_is_reported_by_name(world: int) -> None:
+def test_a_wait_ends_at_its_deadline_and_says_what_for() -> None:
+    error = run_ranks(late, 2, wait_s=2.0)[0]
+    assert error.startswith("publish of v7: start: rank 0 of 2 of the block of devices waited 2."), error
+
+
+def test_a_failing_process_is_reported_by_name() -> None:
     with pytest.raises(AssertionError, match=r"rank 0:[\s\S]*ZeroDivisionError"):
-        run_ranks(divide_by, world, 0)
+        run_ranks(divide_by, 2, 0)
 
 
 def divide_by(job: object, number: int) -> float:
