@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from local_host import LocalHost
-from numerics.cases import tiny_rig
+from numerics.cases import config_of, tiny_rig
 from rollplex.errors import ConfigError, DeadlineError, EngineError, PeerError, StateError
 from rollplex.models.save import merged_tensors, save_pretrained
 from rollplex.rollout.engine import SamplingParams
@@ -166,6 +166,17 @@ def test_a_prompt_or_push_too_many_is_refused_while_sampling(hosted):
     hosted.finish(rollout)
 
 
+def test_what_a_dead_process_owed_is_not_sampled_from_newer_weights(hosted):
+    rollout = hosted.engine.open(PARAMS)
+    rollout.admit(0, hosted.specs[0])
+    hosted.policy.bump()
+    hosted.engine.places[0].host.process.kill()
+    with pytest.raises(StateError, match="by now, so what it owed cannot be sampled again"):
+        hosted.finish(rollout)
+    hosted.policy.weight_version -= 1
+    hosted.finish(rollout)
+
+
 def test_a_hung_process_ends_the_wait_by_name(hosted):
     rollout = hosted.engine.open(PARAMS)
     rollout.admit(7, hosted.specs[0])
@@ -204,7 +215,9 @@ def test_a_start_that_takes_too_long_names_the_option(tmp_path):
     host = ServerHost(
         "local_host:LocalHost", _settings(tmp_path), "server 3", log=tmp_path / "log", start_timeout_s=0.01
     )
-    with pytest.raises(DeadlineError, match=r"server 3 \(process \d+\) did not end its start .*start_timeout_s.*log"):
+    with pytest.raises(
+        DeadlineError, match=r"server 3 \(process \d+\) did not end its start .*start_timeout_s.*last output: none"
+    ):
         host.wait_ready()
     host.close()
 
@@ -222,6 +235,18 @@ def test_buckets_hold_every_tensor_once_and_keep_to_their_limit():
         found = dict(fill(memory, bucket).tensors())
         memory.memory.zero_()  # the next bucket comes
         assert all(torch.equal(found[item.name], state[item.name]) for item in bucket)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"vllm": {"servers": 1}}}, "rollout.vllm does nothing with rollout.engine local"),
+        ({"rollout": {"engine": "vllm"}, "model": {"path": "x", "dtype": "float64"}}, "set rollout.vllm.engine_dtype"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(sections, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**sections)
 
 
 def test_seeds_are_keyed():

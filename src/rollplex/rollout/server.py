@@ -101,7 +101,8 @@ class ServerHost:
                 self._receive()
             elif time.monotonic() >= deadline_s:
                 raise DeadlineError(
-                    f"{self.name} did not end its {what} within {timeout_s:g} s ({option}); its output is in {self.log}"
+                    f"{self.name} did not end its {what} within {timeout_s:g} s ({option}); its last output: "
+                    f"{self._last_output()}"
                 )
 
     def _receive(self) -> None:
@@ -126,8 +127,10 @@ class ServerHost:
             return "closed its connection but still runs"
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
-        tail = self.log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARS:].strip()
-        return f"ended with exit code {code}; its last output: {tail}"
+        return f"ended with exit code {code}; its last output: {self._last_output()}"
+
+    def _last_output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARS:].strip() or "none"
 
 
 class _Outbox:
