@@ -55,7 +55,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """Counts passes of one model, the whole of it on one device; parallel/ divides them.
+    """Counts passes of one model, the whole of it on one device; parallel.py divides them.
 
     `vision_trained` off: the tower has no backward (model.freeze_vision). `eager`: as this repository runs without
     variable-length attention kernels (CPU, or a GPU without them): the tower calls attention once per window and frame,
