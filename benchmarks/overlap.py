@@ -25,6 +25,8 @@ from typing import Any
 import torch
 
 from rollplex.config import Config
+from rollplex.rollout.engine import SamplingParams
+from rollplex.rollout.engines import LocalEngines
 from rollplex.rollout.local_engine import LocalEngine, PrefixSource
 from rollplex.runtime.trainer import Trainer
 from rollplex.trace import Span
@@ -90,6 +92,14 @@ class TailedEngine(LocalEngine):
         return self.params.max_tokens if is_long else self.params.max_tokens // TAIL_FACTOR
 
 
+class TailedEngines(LocalEngines):
+    """Opens those."""
+
+    def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> TailedEngine:
+        """As LocalEngines."""
+        return TailedEngine(self.policy, params, max_rows=self.max_rows, prefix_source=prefix_source)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One measured step."""
@@ -107,13 +117,8 @@ class Arm:
         self.name, self.trainer = name, Trainer(config)
         learner = self.trainer.learner
         if tailed:
-            learner.make_engine = lambda source: self._tailed(source)
+            learner.engines = TailedEngines(learner.policy, self.trainer.config.rollout.max_decode_rows)
         self.steps: list[Step] = []
-
-    def _tailed(self, source: PrefixSource) -> LocalEngine:
-        learner = self.trainer.learner
-        rows = self.trainer.config.rollout.max_decode_rows
-        return TailedEngine(learner.policy, learner.params, max_rows=rows, prefix_source=source)
 
     def step(self, *, measured: bool) -> None:
         """Run one step."""

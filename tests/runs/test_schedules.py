@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollplex.config import Config
 from rollplex.errors import ConfigError, DeadlineError, RewardError
 from rollplex.models.precision import full_float64
-from rollplex.rollout.scripted_engine import ScriptedEngine
+from rollplex.rollout.scripted_engine import ScriptedEngines
 from rollplex.runtime.learner import Learner
 from rollplex.runtime.trainer import Trainer, train
 from rollplex.tasks.rewards import TrainerState
@@ -159,7 +159,7 @@ def _gradient(trainer: Trainer, config: Config, order: list[tuple[int, int]]) ->
         trainer.collector,
         config,
         stop_token_ids=trainer.session.stop_token_ids,
-        make_engine=lambda _source: ScriptedEngine(responses, order),
+        engines=ScriptedEngines(responses, order),
     )
     slots = [slot for slot in _slots(trainer)]
     step, optimizer.step = optimizer.step, record  # type: ignore[method-assign]

@@ -20,7 +20,12 @@ from rollplex.rollout.vllm_engine import VllmHost, require_vllm
 
 
 class Engines(Protocol):
-    """Where rollouts come from. `open` before each one: it may have to push weights first."""
+    """Where rollouts come from. `open` before each one: it may have to push weights first.
+
+    reads_prefixes: whether its engines decode on the prefixes of `prefix_source`; others compute prompts themselves.
+    """
+
+    reads_prefixes: bool
 
     def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> RolloutEngine:
         """An engine under the policy's present weights. Prefixes of `prefix_source` are used where that is possible."""
@@ -34,6 +39,8 @@ class Engines(Protocol):
 
 class LocalEngines:
     """The engine on the training weights themselves: nothing to push, nothing to keep."""
+
+    reads_prefixes = True
 
     def __init__(self, policy: Policy, max_rows: int):
         self.policy, self.max_rows = policy, max_rows
@@ -51,6 +58,8 @@ class LocalEngines:
 
 class VllmEngines:
     """vLLM in this process (rollout.vllm.servers=0) or as server processes."""
+
+    reads_prefixes = False
 
     def __init__(self, config: Config, policy: Policy, processor: Any):
         require_vllm()

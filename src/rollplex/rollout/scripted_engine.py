@@ -5,8 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollplex.errors import EngineError
-from rollplex.rollout.engine import Finished
+from rollplex.rollout.engine import Finished, SamplingParams
+from rollplex.rollout.local_engine import PrefixSource
 from rollplex.types import PromptSpec, Response
+
+
+class ScriptedEngines:
+    """`rollout.engines.Engines` that opens the same script for every rollout."""
+
+    reads_prefixes = True  # it needs none, but the update's prefix passes are then those of the local engine
+
+    def __init__(self, responses: Mapping[int, Sequence[Response]], order: Sequence[tuple[int, int]] = ()):
+        self._responses, self._order = responses, order
+
+    def open(self, _params: SamplingParams, _prefix_source: PrefixSource | None = None) -> ScriptedEngine:
+        """The script from its beginning."""
+        return ScriptedEngine(self._responses, self._order)
+
+    def sleep(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing was started."""
 
 
 class ScriptedEngine:

@@ -15,13 +15,13 @@ from rollplex.config import Config
 from rollplex.errors import SamplingExhausted
 from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
-from rollplex.rollout.engine import RolloutEngine, SamplingParams
-from rollplex.rollout.local_engine import LocalEngine, PrefixSource
+from rollplex.rollout.engine import SamplingParams
+from rollplex.rollout.engines import Engines, LocalEngines
 from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metrics
 from rollplex.runtime.device import DeviceLanes, device_lanes
 from rollplex.runtime.executor import InProcessExecutor, WindowThread
 from rollplex.runtime.step_metrics import completion_metrics, token_counts
-from rollplex.runtime.step_tasks import EngineFactory, StepTasks
+from rollplex.runtime.step_tasks import StepTasks
 from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.runtime.units import Unit, cut_units
 from rollplex.schedule.overlap import OverlapControl, StepSample
@@ -68,9 +68,9 @@ class Learner:
         config: Config,
         *,
         stop_token_ids: Sequence[int],
-        make_engine: EngineFactory | None = None,
+        engines: Engines | None = None,
     ):
-        """make_engine: absent, the local engine on the policy's own weights."""
+        """engines: absent, the local engine on the policy's own weights. Not closed here."""
         self.policy, self.optimizer, self.collector, self.config = policy, optimizer, collector, config
         self.updater = Updater(policy, optimizer, reference, config)
         self.params = SamplingParams.from_config(
@@ -83,7 +83,7 @@ class Learner:
             decode_threads=config.schedule.decode_threads,
             window_threads=config.schedule.window_threads,
         )
-        self.make_engine = make_engine or self._local_engine
+        self.engines: Engines = engines or LocalEngines(policy, config.rollout.max_decode_rows)
         self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
         self.window = WindowThread()
         slot_counts = [1] * config.algorithm.steps_per_generation
@@ -229,16 +229,14 @@ class Learner:
             policy=self.policy,
             updater=self.updater,
             collector=self.collector,
-            make_engine=self.make_engine,
+            engines=self.engines,
+            params=self.params,
             config=self.config,
             states=self.states,
             units=units,
             state=state,
             watch=watch,
         )
-
-    def _local_engine(self, source: PrefixSource) -> RolloutEngine:
-        return LocalEngine(self.policy, self.params, max_rows=self.config.rollout.max_decode_rows, prefix_source=source)
 
     def _executor(self, tasks: StepTasks, watch: Stopwatch) -> InProcessExecutor:
         timeout_s = self.config.schedule.pass_timeout_s
@@ -248,7 +246,7 @@ class Learner:
         """The optimizer steps of one rollout whose minibatches have `sizes` units; rollout off: it has been sampled."""
         return steps_of_rollout(
             self.config,
-            prefill_is_actor_prefix=self.config.train.share_prefix and rollout,
+            prefill_is_actor_prefix=self.config.train.share_prefix and rollout and self.engines.reads_prefixes,
             minibatches=sizes,
             sampled=not rollout,
         )

@@ -16,8 +16,8 @@ from rollplex.errors import StateError
 from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import Activations, PrefixPack, compute_prefix
-from rollplex.rollout.engine import RolloutEngine
-from rollplex.rollout.local_engine import PrefixSource
+from rollplex.rollout.engine import SamplingParams
+from rollplex.rollout.engines import Engines
 from rollplex.runtime.collect import Collector, PendingGroup, RawGroup, Rollout
 from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.runtime.units import Unit
@@ -34,9 +34,6 @@ from rollplex.train.optimizer import OptimizerStep
 from rollplex.train.prefix_book import PackUse
 from rollplex.train.update import FrozenLogps, PassResult, Updater, update_metrics
 from rollplex.types import ScoredGroup
-
-EngineFactory = Callable[[PrefixSource], RolloutEngine]
-"""Where prompts' prefixes come from -> an engine for one rollout."""
 
 
 @dataclass
@@ -68,7 +65,8 @@ class StepTasks:
         policy: Policy,
         updater: Updater,
         collector: Collector,
-        make_engine: EngineFactory,
+        engines: Engines,
+        params: SamplingParams,
         config: Config,
         states: ResidencyStates,
         units: Sequence[Unit],
@@ -84,8 +82,8 @@ class StepTasks:
         self._prefixes = [_Prefixes() for _ in units]
         self._pending: list[dict[int, PendingGroup]] = [{} for _ in units]
         self._unit_of = {slot.rollout_id: number for number, unit in enumerate(units) for slot in unit.slots}
-        self._engine = make_engine(self._place)
-        self._rollout = Rollout(collector, self._engine, config.rollout.num_generations, state)
+        self._engines, self._params, self._state = engines, params, state
+        self._rollout: Rollout | None = None  # opened by the first prompt: groups may have been sampled before
         self._old: dict[int, tuple[torch.Tensor, ...]] = {}
         self._ref: dict[int, tuple[torch.Tensor, ...]] = {}
         self._scored: dict[int, ScoredGroup] = {}
@@ -130,6 +128,9 @@ class StepTasks:
 
     def begin_decode(self, group: int) -> None:
         """Queue the unit's responses."""
+        if self._rollout is None:
+            engine = self._engines.open(self._params, self._place)
+            self._rollout = Rollout(self.collector, engine, self._params.num_generations, self._state)
         self._began_s[group] = self._watch.now()
         for slot in self.units[group].slots:
             self._rollout.admit(slot, self.policy.weight_version)
@@ -137,6 +138,8 @@ class StepTasks:
     def decode_iteration(self) -> list[int]:
         """One token for every live response; units whose last response it was. Rewards of a prompt's responses start
         with the last of them, before its unit is complete."""
+        if self._rollout is None:
+            raise StateError("no group was handed to the engine")
         with self.states.generating("decode"):
             complete = self._rollout.step()
         ended = []
@@ -153,6 +156,8 @@ class StepTasks:
             if len(self._pending[unit]) == len(self.units[unit].slots):
                 ended.append(unit)
                 self._release_rollout(unit)
+        if all(len(pending) == len(unit.slots) for pending, unit in zip(self._pending, self.units, strict=True)):
+            self._engines.sleep()
         return ended
 
     def begin_reward(self, group: int, listener: Callable[[], None]) -> None:
@@ -222,7 +227,10 @@ class StepTasks:
     # phases
 
     def _prefill(self, unit: int) -> None:
-        """The engine's prompt pass; with shared prefixes it is the update's own."""
+        """The engine's prompt pass; with shared prefixes it is the update's own. Engines that compute prompts
+        themselves do so when they are handed a group."""
+        if not self._engines.reads_prefixes:
+            return
         if self.mode is not PrefixMode.SHARED:
             self._prefixes[unit].rollout = self._compute(self.policy, unit, "none", copies=1)
             return

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from rollplex.config import Config
 from rollplex.errors import CheckpointError
+from rollplex.rollout.engines import build_engines
 from rollplex.runtime.collect import Collector
 from rollplex.runtime.evaluate import evaluate
 from rollplex.runtime.learner import Learner, StepOutcome
@@ -81,6 +82,7 @@ class Trainer:
             position, next_rollout_id = self._restore(self.resumed_from)
         self.rewards = RewardRunner(config.rewards, self.session.task.reward_funcs)
         self.collector = Collector(self.session.tokenizer, self.rewards)
+        self.engines = build_engines(config, policy, self.session.loaded.processor)
         self.learner = Learner(
             policy,
             self.optimizer,
@@ -88,6 +90,7 @@ class Trainer:
             self.collector,
             config,
             stop_token_ids=self.session.stop_token_ids,
+            engines=self.engines,
         )
         # Last: its threads run from now on, and `close` cannot be called on a Trainer that was never made.
         self.feed = PromptFeed(self.session, position=position, next_rollout_id=next_rollout_id)
@@ -157,10 +160,11 @@ class Trainer:
         return evaluate(self.session, self.collector, self.learner.params, state)
 
     def close(self) -> None:
-        """Stop media, reward and window threads."""
+        """Stop media, reward and window threads, and the engines."""
         self.feed.close()
         self.rewards.close()
         self.learner.close()
+        self.engines.close()
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> RunResult:
         rewards: list[float] = []
