@@ -159,6 +159,57 @@ def plan(
 
 
 @app.command(context_settings=_SETTINGS)
+def simulate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    *,
+    schedule: Annotated[str, typer.Option(help="Schedule to run in virtual time.")] = "rollplex",
+    hardware: Annotated[str, typer.Option(help="Kind of device, as in planner/hardware.py.")] = "h100",
+    response_tokens: Annotated[
+        float | None, typer.Option(help="Median length of responses; absent: half of max_completion_length.")
+    ] = None,
+    spread: Annotated[float, typer.Option(min=0, help="Spread of the logarithm of response lengths.")] = 0.5,
+    contention: Annotated[
+        float, typer.Option(min=1, help="How many times as long decoding and passes take while both run.")
+    ] = 1.2,
+    rollout_devices: Annotated[
+        int | None, typer.Option(help="Devices of the rollout pool, of memory.devices; absent: half.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps to run; the last is drawn.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of response lengths.")] = 0,
+    trace: Annotated[Path | None, typer.Option(help="Write the last step for Perfetto into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Run a recipe's steps in virtual time under any schedule, on one or two pools, and draw the last one."""
+    from rollplex.planner import simulate_recipe as virtual
+    from rollplex.planner.gantt import gantt
+    from rollplex.planner.hardware import hardware as device
+    from rollplex.runtime.progress import can_encode
+    from rollplex.trace import to_chrome
+
+    with _clean_errors(show_traceback):
+        config = load_config(recipe_path(recipe), overrides or ())
+        request = virtual.Request(
+            schedule, device(hardware), response_tokens, spread, contention, rollout_devices, steps, seed
+        )
+        found = virtual.simulate_recipe(config, request)
+        facts = virtual.simulation_facts(found)
+        if trace is not None:
+            trace.write_text(to_chrome(found.spans, f"simulated {schedule}"), encoding="utf-8")
+        if as_json:
+            typer.echo(json.dumps(facts))
+            return
+        console = Console(highlight=False)
+        for line in virtual.simulation_lines(facts):
+            console.print(Text(line), soft_wrap=True)
+        console.print()
+        plain = not can_encode(console, "\u2581\u2588")
+        for row in gantt(found.spans, width=max(40, min(120, console.width - 10)), ascii_only=plain):
+            console.print(row, soft_wrap=True)
+
+
+@app.command(context_settings=_SETTINGS)
 def demo(
     overrides: Overrides = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of data order, sampling and initial weights.")] = 0,

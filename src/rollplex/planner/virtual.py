@@ -31,7 +31,7 @@ Loads = Callable[[int], Sequence[GroupLoad]]
 
 @dataclass(slots=True)
 class LaneUse:
-    """Use of a lane in one step. `busy_s` adds up slots; `first_s` and `last_s` are on the clock."""
+    """Use of a lane in one step; every PREFILL counts as lane DECODE. `busy_s` adds up slots, the rest is clock."""
 
     first_s: float
     last_s: float
@@ -99,7 +99,6 @@ class VirtualExecutor:
             self._count += 1
             running.left_s = seconds
             self._window[self._count] = running
-            self._set_rate()
         else:
             self._count += 1
             heapq.heappush(self._timed, (self.now_s + seconds, self._count, running))
@@ -125,6 +124,7 @@ class VirtualExecutor:
 
     def _next_event(self) -> None:
         """One end in some lane; ties: the main lane's first, then the window's."""
+        self._set_rate()  # once, after all that was launched at this moment
         while self._wakes and self._wakes[0][1] != self._stamps[self._wakes[0][2]]:
             heapq.heappop(self._wakes)
         main_s = self._timed[0][0] if self._timed else math.inf
@@ -140,7 +140,6 @@ class VirtualExecutor:
         elif window_s == at:
             self._pass_window()
             self._ended.append(self._window.pop(number))
-            self._set_rate()
         else:
             self._engine_event(self._wakes[0][2])
 
@@ -153,9 +152,7 @@ class VirtualExecutor:
             if running.launch.task.phase is Phase.DECODE:
                 self._hold(index, -1)
                 del self._home[running.step, running.launch.task.group]
-        if not engine.active:
-            self._active -= 1
-            self._set_rate()
+        self._active -= not engine.active
         self._wake(index)
 
     def _to_engine(self, running: _Running, give: Callable[[Engine], None]) -> None:
@@ -168,9 +165,7 @@ class VirtualExecutor:
         self._pass_engine(index)
         was_active = engine.active
         give(engine)
-        if not was_active:
-            self._active += 1
-            self._set_rate()
+        self._active += not was_active
         self._wake(index)
 
     def _freest(self) -> int:
@@ -224,7 +219,8 @@ class VirtualExecutor:
                 self._wake(index)
 
     def _write_down(self, running: _Running) -> None:
-        task, lane, key = running.launch.task, running.launch.lane, (running.step, running.launch.lane)
+        task, lane = running.launch.task, running.launch.lane
+        key = running.step, Lane.DECODE if task.phase is Phase.PREFILL else lane  # sampling, wherever it runs
         use = self.use.get(key)
         if use is None:
             use = self.use[key] = LaneUse(running.start_s, self.now_s)

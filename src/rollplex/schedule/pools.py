@@ -39,7 +39,7 @@ CHAIN = (
 class Disaggregated:
     """One pool after the other: while groups decode the trainer pool waits, and the other way round."""
 
-    name: str = "disaggregated"
+    name = "disaggregated"
 
     def check(self, spec: StepSpec, limits: Limits) -> None:
         """Refuses what two pools do not have."""
@@ -74,7 +74,8 @@ class RolloutPipe:
     frontier: int | None = None
     floor: int = 0
     aging: int | None = None
-    name: str = "rolloutpipe"
+
+    name = "rolloutpipe"
 
     def __post_init__(self) -> None:
         if min(self.unit, 1 if self.frontier is None else self.frontier, 1 if self.aging is None else self.aging) < 1:

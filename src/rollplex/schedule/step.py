@@ -200,7 +200,9 @@ class StepState:
 
     def launch(self, launch: Launch) -> StepState:
         """The state with `launch` running. Raises StateError when it may not start now."""
-        if not self._leads_to(launch) and (reason := self.obstacle(launch)):
+        if self._leads_to(launch):
+            return self._next()
+        if reason := self.obstacle(launch):
             raise StateError(f"illegal launch: {reason}")
         return self.accept(launch)
 

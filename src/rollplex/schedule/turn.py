@@ -85,6 +85,8 @@ class Turn:
 
     def offer_passes(self, phase: Phase) -> None:
         """Offer the passes of `phase` that may start, one by one while the device takes another."""
+        if not self.state.startable(phase):
+            return
         for task in self.pending(phase):
             lane = self._pass_lane()
             if lane is None:
@@ -120,6 +122,8 @@ class Turn:
 
     def offer_all(self, phase: Phase, lane: Lane) -> None:
         """Offer every task of `phase` that may start, while `lane` has a slot."""
+        if not self.state.startable(phase):
+            return
         for task in self.pending(phase):
             if not self.state.has_slot(lane):
                 return
