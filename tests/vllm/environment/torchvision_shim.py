@@ -36,8 +36,9 @@ class BeforeTorchvision:
 
 
 def hook() -> None:
-    """Called by the .pth file at the start of every process."""
-    sys.meta_path.insert(0, BeforeTorchvision())
+    """Called by the .pth file at the start of every process, in some environments twice."""
+    if not any(isinstance(finder, BeforeTorchvision) for finder in sys.meta_path):
+        sys.meta_path.insert(0, BeforeTorchvision())
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--install"]:
