@@ -318,7 +318,12 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         """Raises ValueError with one line for each combination that cannot work, or in which an option does nothing."""
-        problems = [*_sampling_problems(self), *_loss_problems(self), *_data_problems(self)]
+        problems = [
+            *_sampling_problems(self),
+            *_loss_problems(self),
+            *_data_problems(self),
+            *_schedule_problems(self),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -370,6 +375,16 @@ def _loss_problems(config: Config) -> list[str]:
         )
     if algorithm.kl_in_reward and algorithm.beta == 0:
         problems.append("algorithm.kl_in_reward on does nothing with algorithm.beta 0; needed beta above 0")
+    return problems
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    schedule, train = config.schedule, config.train
+    problems = []
+    if schedule.overlap == "on" and schedule.name == "serial":
+        problems.append("schedule.overlap on does nothing with schedule.name serial; needed rollplex or stream, or off")
+    if train.unshared_prefix == "per_response" and train.share_prefix:
+        problems.append("train.unshared_prefix per_response does nothing with train.share_prefix on; needed off")
     return problems
 
 

@@ -109,7 +109,8 @@ def test_stream_equals_serial_but_for_the_order_of_sums(variant: str, loss: str,
     sections["algorithm"] = {**sections.get("algorithm", {}), "loss_type": loss}
     sections["rollout"] = {"max_decode_rows": 6}  # groups end one after another
     with full_float64():  # else a last bit of a sum flips a rounding to fp32 inside the model
-        wanted, before = _weights_after(_config(tmp_path, {**OPEN, "name": "serial"}, **sections))
+        closed = {**OPEN, "name": "serial", "overlap": "off"}
+        wanted, before = _weights_after(_config(tmp_path, closed, **sections))
         found, after = _weights_after(_config(tmp_path, {**OPEN, "name": "stream"}, **sections))
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
@@ -200,7 +201,7 @@ def test_a_reward_that_raises_inside_a_window_loses_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step leaves no half-applied gradient, and a resume ends as a run that never failed."""
-    schedule = {**OPEN, "name": name}
+    schedule = {**OPEN, "name": name, "overlap": "off" if name == "serial" else "on"}
     options: dict[str, Any] = {"model": {"build": {}, "dtype": "float64"}, "train": {"max_steps": 3}}
     monkeypatch.setenv("AWAY", "1")
     failing = {"reward_funcs": [f"{__file__}:late_failure"]}
@@ -237,6 +238,22 @@ def test_a_pass_that_hangs_in_the_window_is_named(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("schedule", "train", "message"),
+    [
+        ({"name": "serial", "overlap": "on"}, {}, "does nothing with schedule.name serial"),
+        ({}, {"unshared_prefix": "per_response"}, "does nothing with train.share_prefix on"),
+        ({"decode_threads": 2, "window_threads": 1}, {}, "together more than the 2 threads of this run"),
+        ({"name": "strem"}, {}, "schedule 'strem' is unknown; needed one of serial, rollplex, stream"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_the_start(
+    schedule: dict[str, Any], train: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        Trainer(_config(tmp_path, schedule, train=train))
+
+
+@pytest.mark.parametrize(
     ("algorithm", "message"),
     [
         ({"scale_rewards": "batch"}, "algorithm.scale_rewards=batch"),
@@ -252,7 +269,10 @@ def test_stream_refuses_at_the_start_what_would_not_be_exact(
 
 
 def test_one_thread_has_no_window(tmp_path: Path) -> None:
-    trainer = Trainer(_config(tmp_path, {"overlap": "on"}, run={"output_dir": str(tmp_path), "num_threads": 1}))
+    one = {"output_dir": str(tmp_path), "num_threads": 1}
+    with pytest.raises(ConfigError, match=r"overlap is on, but this run has one CPU thread.*run.num_threads"):
+        Trainer(_config(tmp_path, {"overlap": "on"}, run=one))
+    trainer = Trainer(_config(tmp_path, {"overlap": "auto"}, run=one))
     try:
         assert trainer.learner.overlap.reason_closed is not None
         assert trainer.run_step()[0].metrics["overlap/open"] == 0.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollplex.config import Config
-from rollplex.errors import SamplingExhausted
+from rollplex.errors import ConfigError, SamplingExhausted
 from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
 from rollplex.rollout.engine import SamplingParams
@@ -84,6 +84,11 @@ class Learner:
             window_threads=config.schedule.window_threads,
         )
         self.engines: Engines = engines or LocalEngines(policy, config.rollout.max_decode_rows)
+        if config.schedule.overlap == "on" and not self.lanes.can_overlap:
+            raise ConfigError(
+                "schedule.overlap is on, but this run has one CPU thread, which decoding needs; raise run.num_threads, "
+                "or set overlap to auto"
+            )
         self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
         self.window = WindowThread()
         slot_counts = [1] * config.algorithm.steps_per_generation
