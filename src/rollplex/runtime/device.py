@@ -139,8 +139,8 @@ def device_lanes(device: torch.device, *, decode_threads: int | None, window_thr
     asked = (decode_threads or 0) + (window_threads or 0)
     if asked > total:
         raise ConfigError(
-            f"schedule.decode_threads {decode_threads or 0} and schedule.window_threads {window_threads or 0} are together "
-            f"more than the {total} threads of this run; lower them, or raise run.num_threads"
+            f"schedule.decode_threads {decode_threads or 0} and schedule.window_threads {window_threads or 0} are "
+            f"together more than the {total} threads of this run; lower them, or raise run.num_threads"
         )
     if window_threads is None:
         window_threads = total // 2 if decode_threads is None else max(0, total - decode_threads)
