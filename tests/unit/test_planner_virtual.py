@@ -102,6 +102,7 @@ def test_contention_stretches_both_lanes_while_both_are_in_use(contention, decod
     assert _beside(contention, decode, window) == pytest.approx(ends)
 
 
+@settings(deadline=None)
 @given(st.floats(1.0, 3.0), st.integers(1, 50), st.floats(0.1, 50.0))
 def test_contention_of_two_gains_nothing_and_work_is_kept(contention: float, decode: int, window: float) -> None:
     last = max(_beside(contention, decode, window))
