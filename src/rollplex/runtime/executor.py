@@ -8,11 +8,13 @@ themselves run in the calling thread too. Nothing here knows what a task compute
 
 from __future__ import annotations
 
+import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +23,10 @@ from rollplex.runtime.device import DeviceLanes
 from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.schedule.spec import Phase, Task
 from rollplex.schedule.step import Lane, Launch
+
+logger = logging.getLogger(__name__)
+
+LAST_WAIT_S = 30.0  # for a pass to end after the step has failed, or at the end of the run
 
 
 class TaskBodies(Protocol):
@@ -60,18 +66,40 @@ class _PassEnded:
 
 
 class WindowThread:
-    """The one thread of passes beside decoding. It outlives steps, as threads of a CPU pool do."""
+    """The one thread of passes beside decoding. It outlives steps, as threads of a CPU pool do.
+
+    A daemon: a pass that never ends can hold up neither the end of a step nor that of the interpreter.
+    """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollplex-window")
+        self._work: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rollplex-window", daemon=True)
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Run `work` after all that was submitted before."""
-        return self._pool.submit(work)
+        if not self._thread.is_alive():
+            self._thread.start()
+        future: Future[None] = Future()
+        self._work.put((future, work))
+        return future
 
     def close(self) -> None:
-        """Wait for the pass that runs and end the thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the thread after the pass that runs, or leave it behind."""
+        if self._thread.is_alive():
+            self._work.put(None)
+            self._thread.join(LAST_WAIT_S)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, work = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                work()
+            except BaseException as error:  # whoever waits for the future must know
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
 
 class InProcessExecutor:
@@ -119,10 +147,10 @@ class InProcessExecutor:
                 self._hear(block=True)
 
     def abort(self) -> None:
-        """Wait for the pass that runs, forget the rest. Its own error, if any, is secondary."""
-        for future in self._passes.values():
-            if not future.cancel():
-                future.exception()
+        """Wait for the pass that runs, for a while; forget the rest. Its own error, if any, is secondary."""
+        running = [future for future in self._passes.values() if not future.cancel()]
+        if wait(running, LAST_WAIT_S).not_done:
+            logger.warning("%s still runs and is left behind", ", ".join(str(task) for task in self._passes))
         self._inline.clear()
         self._decoding.clear()
 

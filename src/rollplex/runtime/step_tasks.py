@@ -253,7 +253,8 @@ class StepTasks:
 
     def _ref_response(self, unit: int) -> None:
         """Log-probs under weights that do not move: old ones where wanted, and the reference's."""
-        groups = [self._complete(rollout_id).group for rollout_id in self.units[unit].rollout_ids]
+        complete = [self._complete(rollout_id) for rollout_id in self.units[unit].rollout_ids]
+        groups = [item.group for item in complete if item is not None]
         held = self._prefixes[unit]
         if self.updater.needs_old:
             self._old |= self.updater.score(self.policy, groups, self._uses(held.actor))
@@ -323,11 +324,9 @@ class StepTasks:
     def _uses(self, use: PackUse | None) -> list[PackUse] | None:
         return None if self.mode is PrefixMode.WHOLE or use is None else [use]
 
-    def _complete(self, rollout_id: int) -> RawGroup | PendingGroup:
+    def _complete(self, rollout_id: int) -> RawGroup | PendingGroup | None:
         """A group whose responses are there, with or without its rewards."""
-        if rollout_id in self.raw:
-            return self.raw[rollout_id]
-        return self._pending[self._unit_of[rollout_id]][rollout_id]
+        return self.raw.get(rollout_id) or self._pending[self._unit_of[rollout_id]].get(rollout_id)
 
     def _frozen(self) -> FrozenLogps:
         old = self._old if self.updater.needs_old else None
@@ -344,22 +343,27 @@ class StepTasks:
         return [self._scored[rollout_id] for rollout_id in ids]
 
     def _fix_totals(self, step: _OptimizerStep) -> None:
-        """Normalisation of this optimizer step's loss: known when all groups are, else one factor at the end."""
+        """Normalisation of this optimizer step's loss: known when all responses are, else one factor at the end.
+
+        Rewards do not matter here: were they waited for, the last bits would depend on how long they take.
+        """
         learning = [slot.rollout_id for unit in step.spec.learning for slot in self.units[unit].slots]
-        if len(self.raw) < len(self._unit_of):
+        groups = {rollout_id: self._complete(rollout_id) for rollout_id in self._unit_of}
+        sampled = {rollout_id: item.group for rollout_id, item in groups.items() if item is not None}
+        if len(sampled) < len(self._unit_of):
             step.deferred = True
             step.totals = LossTotals.deferred(len(learning) * self.config.rollout.num_generations)
             return
         masked = self.config.algorithm.mask_truncated_completions
         counted = [
             len(response.token_ids)
-            for raw in self.raw.values()
-            for response in raw.group.responses
+            for group in sampled.values()
+            for response in group.responses
             if counts_in_loss(response, mask_truncated=masked)
         ]
-        groups = [ScoredGroup(self.raw[i].group, (), {}, (0.0,) * len(self.raw[i].group.responses)) for i in learning]
+        own = [ScoredGroup(sampled[i], (), {}, (0.0,) * len(sampled[i].responses)) for i in learning]
         parts = self.config.algorithm.steps_per_generation
-        step.totals = self.updater.totals(groups, rollout_tokens=sum(counted), num_minibatches=parts)
+        step.totals = self.updater.totals(own, rollout_tokens=sum(counted), num_minibatches=parts)
 
     def _current(self) -> _OptimizerStep:
         if self._step is None:
