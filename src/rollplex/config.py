@@ -218,7 +218,8 @@ class ScheduleConfig(Section):
         1024,
         ge=1,
         description="Prompt tokens of one prefix pass, the unit that is scheduled; a longer prompt stands alone. The "
-        "same under every schedule and overlap, since it decides the order of sums.",
+        "same under every schedule and overlap, since it decides the order of sums. At most train.micro_batch_tokens "
+        "count, and with dynamic sampling each prompt is a unit.",
     )
     decode_threads: int | None = Field(
         None, ge=1, description="CPU threads of decoding; absent: all that the window does not take."

@@ -20,6 +20,7 @@ from rollplex.rollout.scripted_engine import ScriptedEngines
 from rollplex.runtime.learner import Learner
 from rollplex.runtime.trainer import Trainer, train
 from rollplex.tasks.rewards import TrainerState
+from rollplex.train.prefix_book import PrefixBook
 from rollplex.types import FinishReason, Response
 
 STEPS = 5
@@ -78,6 +79,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "reference": {},
     "no reference": {"algorithm": {"beta": 0.0}},
     "several steps": {"algorithm": {"steps_per_generation": 2, "num_iterations": 2}},
+    "staggered, late rewards": {
+        "algorithm": {"steps_per_generation": 2},
+        "rollout": {"max_decode_rows": 6},
+        "rewards": {"reward_funcs": [f"{__file__}:slow_reward"]},
+    },
     "lora": {"model": {"lora": {"r": 4}}},
     "frozen vision": {"model": {"freeze_vision": True}},
     "checkpointed": {"train": {"prefix_activations": "checkpoint"}},
@@ -129,6 +135,44 @@ def test_stream_equals_serial_but_for_the_order_of_sums(variant: str, loss: str,
     for a, b in zip(before, after, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-9, abs=1e-12)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo", "bnpo", "grpo"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_of_the_learner_is_that_of_the_updater(loss: str, steps: int, tmp_path: Path) -> None:
+    """Tasks and units add up to `Updater.update`, which the numerics hold against the textbook: all normalisations."""
+    algorithm = {"loss_type": loss, "steps_per_generation": steps, "num_iterations": steps, "epsilon_high": 5.0}
+    options: dict[str, dict[str, Any]] = {
+        "model": {"dtype": "float64"},
+        "algorithm": algorithm,
+        "rollout": {"max_decode_rows": 6, "temperature": 1.5},
+        "rewards": {"reward_funcs": [f"{__file__}:slow_reward"]},
+    }
+    config = _config(tmp_path, {**OPEN, "name": "rollplex"}, **options)
+    with full_float64():
+        found, wanted = Trainer(config), Trainer(config)
+        try:
+            report, outcome = found.run_step()
+            updater = wanted.learner.updater
+            frozen = updater.frozen_logps([scored.group for scored in outcome.groups], _book(wanted, outcome.groups))
+            metrics = updater.update(outcome.groups, _book(wanted, outcome.groups), frozen)
+        finally:
+            found.close()
+            wanted.close()
+    for name in ("loss", "policy_loss", "grad_norm", "kl"):
+        assert report.metrics[name] == pytest.approx(metrics[name], rel=1e-9, abs=1e-13), name
+    weights = dict(found.session.loaded.model.named_parameters())
+    for name, tensor in wanted.session.loaded.model.named_parameters():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def _book(trainer: Trainer, groups: Any) -> PrefixBook:
+    book = PrefixBook(trainer.session.policy, 10_000)
+    half = len(groups) // trainer.config.algorithm.steps_per_generation  # a pack never holds prompts of two steps
+    for part in (groups[:half], groups[half:]):
+        if part:
+            book.compute({scored.group.rollout_id: scored.group.spec for scored in part}, "graph")
+    return book
 
 
 PLACES = [(rollout_id, index) for rollout_id in range(4) for index in range(4)]
@@ -243,7 +287,9 @@ def test_a_pass_that_hangs_in_the_window_is_named(tmp_path: Path, monkeypatch: p
     trainer = Trainer(_config(tmp_path, {**OPEN, "name": "rollplex", "pass_timeout_s": 0.2}))
     begin_s = time.monotonic()
     try:
-        with pytest.raises(DeadlineError, match=r"ref_prefix of group 0.*\(schedule.pass_timeout_s\)"):
+        with pytest.raises(
+            DeadlineError, match=r"ref_prefix of group 0.* did not end within schedule.pass_timeout_s=0.2 s"
+        ):
             trainer.run_step()
         assert time.monotonic() - begin_s < 25  # neither the error nor the end of the run waits for the pass
     finally:

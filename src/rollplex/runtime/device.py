@@ -134,6 +134,11 @@ def device_lanes(device: torch.device, *, decode_threads: int | None, window_thr
     """Lanes of `device`. On a CPU with T threads (torch.get_num_threads) and nothing else said, decoding has all of
     them alone and shares them with the window in halves; with one thread there is no window."""
     if device.type == "cuda":
+        if decode_threads is not None or window_threads is not None:
+            raise ConfigError(
+                "schedule.decode_threads and schedule.window_threads do nothing on a GPU, whose lanes are streams; "
+                "leave them out"
+            )
         return CudaLanes(device)
     total = torch.get_num_threads()
     asked = (decode_threads or 0) + (window_threads or 0)

@@ -72,11 +72,15 @@ class WindowThread:
     """
 
     def __init__(self) -> None:
+        self.left_behind: str | None = None  # the pass that a failed step could not wait for
         self._work: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rollplex-window", daemon=True)
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Run `work` after all that was submitted before."""
+        """Run `work` after all that was submitted before. Raises StateError when a pass of a failed step still runs: it
+        may add to gradients that the next step takes for its own."""
+        if self.left_behind is not None:
+            raise StateError(f"{self.left_behind} of a step that failed still runs; start again from a checkpoint")
         if not self._thread.is_alive():
             self._thread.start()
         future: Future[None] = Future()
@@ -100,6 +104,7 @@ class WindowThread:
                 future.set_exception(error)
             else:
                 future.set_result(None)
+            del item, work, future  # they hold a whole step, and the next one may be long in coming
 
 
 class InProcessExecutor:
@@ -109,13 +114,14 @@ class InProcessExecutor:
         self, bodies: TaskBodies, lanes: DeviceLanes, window: WindowThread, watch: Stopwatch, *, pass_timeout_s: float
     ):
         self.decode_s = 0.0  # spent in engine iterations
-        self.hidden_s = 0.0  # of passes in the window, while groups were decoded
+        self.hidden_s = 0.0  # of those, with a pass beside it
         self._bodies, self._lanes, self._window, self._watch = bodies, lanes, window, watch
         self._pass_timeout_s = pass_timeout_s
         self._inline: deque[Launch] = deque()
         self._decoding: set[int] = set()
         self._rewarding: set[int] = set()
         self._passes: dict[Task, Future[None]] = {}
+        self._deadlines_s: dict[Task, float] = {}  # of passes in the window
         self._ended: deque[Task] = deque()
         self._news: queue.SimpleQueue[_PassEnded | None] = queue.SimpleQueue()  # None: look at the rewards
 
@@ -129,6 +135,7 @@ class InProcessExecutor:
             self._rewarding.add(_group(task))
             self._bodies.begin_reward(_group(task), lambda: self._news.put(None))
         elif launch.lane is Lane.WINDOW:
+            self._deadlines_s[task] = time.monotonic() + self._pass_timeout_s
             self._passes[task] = self._window.submit(lambda: self._pass(task))
         else:
             self._inline.append(launch)
@@ -136,11 +143,11 @@ class InProcessExecutor:
     def wait(self) -> Task:
         """The next task to end; see `schedule.step.Executor`."""
         while True:
-            if self._inline:
-                return self._run_inline(self._inline.popleft())
             self._hear(block=False)
             if self._ended:
                 return self._ended.popleft()
+            if self._inline:
+                return self._run_inline(self._inline.popleft())
             if self._decoding:
                 self._decode_iteration()
             else:
@@ -150,7 +157,8 @@ class InProcessExecutor:
         """Wait for the pass that runs, for a while; forget the rest. Its own error, if any, is secondary."""
         running = [future for future in self._passes.values() if not future.cancel()]
         if wait(running, LAST_WAIT_S).not_done:
-            logger.warning("%s still runs and is left behind", ", ".join(str(task) for task in self._passes))
+            self._window.left_behind = ", ".join(str(task) for task in self._passes)
+            logger.warning("%s still runs and is left behind", self._window.left_behind)
         self._inline.clear()
         self._decoding.clear()
 
@@ -229,13 +237,19 @@ class InProcessExecutor:
         passes, rewards = [str(task) for task in self._passes], sorted(self._rewarding)
         if not passes and not rewards:
             raise StateError("nothing runs: there is no task to wait for")
-        limit_s = self._pass_timeout_s if passes else self._bodies.reward_deadline_s()
+        limit_s = self._bodies.reward_deadline_s()
+        if passes:
+            limit_s = max(0.0, min(self._deadlines_s[task] for task in self._passes) - time.monotonic())
         with self._watch.phase("window" if passes else Phase.REWARD, traced=False):
             try:
                 return self._news.get(timeout=limit_s)
             except queue.Empty:
-                what = f"{', '.join(passes)} (schedule.pass_timeout_s)" if passes else f"rewards of groups {rewards}"
-                raise DeadlineError(f"{what} did not end within {limit_s:g} s") from None
+                if passes:
+                    raise DeadlineError(
+                        f"{', '.join(passes)} did not end within schedule.pass_timeout_s={self._pass_timeout_s:g} s"
+                    ) from None
+                rollouts = [self._bodies.label(Task(Phase.REWARD, group)) for group in rewards]
+                raise DeadlineError(f"rewards of rollouts {rollouts} did not come within {limit_s:g} s") from None
 
 
 def _group(task: Task) -> int:

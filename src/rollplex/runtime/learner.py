@@ -26,7 +26,7 @@ from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.runtime.units import Unit, cut_units
 from rollplex.schedule.overlap import OverlapControl, StepSample
 from rollplex.schedule.registry import schedule_named
-from rollplex.schedule.spec import PER_STEP, Phase, PrefixMode, StepSpec
+from rollplex.schedule.spec import PER_STEP, PREFIXES, Phase, PrefixMode, StepSpec
 from rollplex.schedule.spec_from_config import prefix_mode, steps_of_rollout
 from rollplex.schedule.step import Limits, Schedule, run_step
 from rollplex.tasks.rewards import TrainerState
@@ -54,6 +54,14 @@ class StepOutcome:
     groups: tuple[ScoredGroup, ...]
     texts: tuple[tuple[str, ...], ...]  # decoded completions, per group
     spans: tuple[Span, ...]
+
+
+def check_schedule(config: Config) -> None:
+    """Raises ConfigError when the schedule that `config` names does not exist, or cannot run its steps."""
+    schedule = schedule_named(config.schedule.name)
+    minibatches = [1] * config.algorithm.steps_per_generation
+    for spec in steps_of_rollout(config, prefill_is_actor_prefix=False, minibatches=minibatches):
+        schedule.check(spec, Limits())
 
 
 class Learner:
@@ -91,9 +99,10 @@ class Learner:
             )
         self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
         self.window = WindowThread()
-        slot_counts = [1] * config.algorithm.steps_per_generation
-        for spec in self._specs(slot_counts):  # a schedule that cannot run this configuration says so now
-            self.schedule.check(spec, Limits())
+        if self.overlap.reason_closed is not None and config.schedule.overlap == "on":
+            logger.warning(
+                "schedule.overlap is on, but nothing can run beside decoding: %s", self.overlap.reason_closed
+            )
 
     def close(self) -> None:
         """End the window's thread."""
@@ -180,6 +189,9 @@ class Learner:
         extra = {"dynamic_sampling/accept_rate": len(kept) / sampled, "dynamic_sampling/rounds": float(rounds)}
         chosen = self._exhausted(kept, spare, wanted)
         if not chosen:
+            for _, _, use in kept:
+                if use is not None:
+                    use.pack.release()
             return None, extra
         tasks = self._tasks([slot for _, slot, _ in chosen], state, watch, one_each=True)
         for raw, _, use in chosen:
@@ -261,8 +273,16 @@ class Learner:
         return self.config.algorithm.steps_per_generation
 
     def _why_closed(self) -> str | None:
+        """Why no pass can run beside decoding, whatever it would gain; None: some can."""
         if not self.lanes.can_overlap:
-            return "one CPU thread: decoding leaves none for the window (run.num_threads, schedule.window_threads)"
+            return "decoding leaves the window no CPU thread (run.num_threads, schedule.decode_threads)"
+        if self.config.algorithm.dynamic_sampling == "resample":
+            return "which groups are trained on is known after the last round only (algorithm.dynamic_sampling)"
+        first = self._specs([1] * self._minibatches)[0]
+        if self.schedule.name == "serial":
+            return "schedule.name is serial"
+        if self.schedule.name == "rollplex" and not any(task.phase in PREFIXES for task in first.tasks):
+            return "there is no prefix pass to move: no reference, and the engine decodes on the update's own prefixes"
         return None
 
     def _encode_calls(self) -> int:

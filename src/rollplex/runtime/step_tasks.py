@@ -33,7 +33,7 @@ from rollplex.train.microbatch import counts_in_loss
 from rollplex.train.optimizer import OptimizerStep
 from rollplex.train.prefix_book import PackUse
 from rollplex.train.update import FrozenLogps, PassResult, Updater, update_metrics
-from rollplex.types import ScoredGroup
+from rollplex.types import Group, ScoredGroup
 
 
 @dataclass
@@ -124,12 +124,13 @@ class StepTasks:
                 bodies[task.phase](task.group)
         elif task.phase is Phase.OPTIMIZER:
             self._optimizer()
-        # PUBLISH: the engine decodes on the training weights themselves
+        # PUBLISH: engines take weights when the next rollout opens them (begin_decode)
 
     def begin_decode(self, group: int) -> None:
         """Queue the unit's responses."""
         if self._rollout is None:
-            engine = self._engines.open(self._params, self._place)
+            with self._watch.phase(Phase.PUBLISH):  # engines with weights of their own take the new ones now
+                engine = self._engines.open(self._params, self._place)
             self._rollout = Rollout(self.collector, engine, self._params.num_generations, self._state)
         self._began_s[group] = self._watch.now()
         for slot in self.units[group].slots:
@@ -157,6 +158,7 @@ class StepTasks:
                 ended.append(unit)
                 self._release_rollout(unit)
         if all(len(pending) == len(unit.slots) for pending, unit in zip(self._pending, self.units, strict=True)):
+            self._rollout = None  # with the engine's caches: the update needs the memory
             self._engines.sleep()
         return ended
 
@@ -248,20 +250,21 @@ class StepTasks:
         held = self._prefixes[unit].actor
         if held is not None and not held.pack.consumed and held.pack.weight_version == self.policy.weight_version:
             return  # taken over from the round that sampled the group
-        activations = self.config.train.prefix_activations
+        learning = unit in self._current().spec.learning
+        activations = self.config.train.prefix_activations if learning else "none"
         self._prefixes[unit].actor = self._compute(self.policy, unit, activations, copies=self._copies)
 
     def _ref_response(self, unit: int) -> None:
         """Log-probs under weights that do not move: old ones where wanted, and the reference's."""
-        complete = [self._complete(rollout_id) for rollout_id in self.units[unit].rollout_ids]
-        groups = [item.group for item in complete if item is not None]
+        groups = [self._sampled(rollout_id) for rollout_id in self.units[unit].rollout_ids]
         held = self._prefixes[unit]
         if self.updater.needs_old:
-            self._old |= self.updater.score(self.policy, groups, self._uses(held.actor))
-            if held.actor is not None and held.actor.pack.activations == "none":
+            self._old |= self.updater.score(self.policy, groups, self._uses(held.actor, unit))
+            if held.actor is not None and unit not in self._current().spec.learning:  # stale when its turn comes
                 held.actor.pack.release()
+                held.actor = None
         if self.updater.reference is not None:
-            self._ref |= self.updater.score(self.updater.reference.policy, groups, self._uses(held.reference))
+            self._ref |= self.updater.score(self.updater.reference.policy, groups, self._uses(held.reference, unit))
             if held.reference is not None:
                 held.reference.pack.release()
                 held.reference = None
@@ -272,14 +275,13 @@ class StepTasks:
             self._fix_totals(step)
         assert step.totals is not None  # just set
         groups = self._scored_of(unit)
-        use = None if self.mode is PrefixMode.WHOLE else self._prefixes[unit].actor
+        uses = self._uses(self._prefixes[unit].actor, unit)
+        use = None if uses is None else uses[0]
         step.results += self.updater.respond(use, groups, self._frozen(), step.totals)
 
     def _prefix_backward(self, unit: int) -> None:
-        use = self._prefixes[unit].actor
-        if use is None:
-            raise StateError(f"no prefix was computed for rollout ids {self.units[unit].rollout_ids}")
-        self.updater.push_prefix(use, self._scored_of(unit))
+        for use in self._uses(self._prefixes[unit].actor, unit) or ():
+            self.updater.push_prefix(use, self._scored_of(unit))
         self._prefixes[unit].actor = None
 
     def _optimizer(self) -> None:
@@ -321,12 +323,25 @@ class StepTasks:
             held.rollout.pack.release()
         held.rollout = None
 
-    def _uses(self, use: PackUse | None) -> list[PackUse] | None:
-        return None if self.mode is PrefixMode.WHOLE or use is None else [use]
+    def _uses(self, use: PackUse | None, unit: int) -> list[PackUse] | None:
+        """What response passes of a unit read; None: whole sequences."""
+        if self.mode is PrefixMode.WHOLE:
+            return None
+        if use is None:
+            raise StateError(f"no prefix was computed for rollout ids {self.units[unit].rollout_ids}")
+        return [use]
 
-    def _complete(self, rollout_id: int) -> RawGroup | PendingGroup | None:
+    def _is_sampled(self, rollout_id: int) -> bool:
+        return rollout_id in self.raw or rollout_id in self._pending[self._unit_of[rollout_id]]
+
+    def _sampled(self, rollout_id: int) -> Group:
         """A group whose responses are there, with or without its rewards."""
-        return self.raw.get(rollout_id) or self._pending[self._unit_of[rollout_id]].get(rollout_id)
+        if rollout_id in self.raw:
+            return self.raw[rollout_id].group
+        pending = self._pending[self._unit_of[rollout_id]]
+        if rollout_id not in pending:
+            raise StateError(f"the responses of rollout id {rollout_id} are not all sampled yet")
+        return pending[rollout_id].group
 
     def _frozen(self) -> FrozenLogps:
         old = self._old if self.updater.needs_old else None
@@ -348,20 +363,23 @@ class StepTasks:
         Rewards do not matter here: were they waited for, the last bits would depend on how long they take.
         """
         learning = [slot.rollout_id for unit in step.spec.learning for slot in self.units[unit].slots]
-        groups = {rollout_id: self._complete(rollout_id) for rollout_id in self._unit_of}
-        sampled = {rollout_id: item.group for rollout_id, item in groups.items() if item is not None}
-        if len(sampled) < len(self._unit_of):
+        if not all(map(self._is_sampled, self._unit_of)):
+            if step.spec.optimizer_steps > 1:
+                raise StateError(
+                    "a group would be trained on before all are sampled, with several optimizer steps per rollout: "
+                    "the schedule must wait for every DECODE"
+                )
             step.deferred = True
             step.totals = LossTotals.deferred(len(learning) * self.config.rollout.num_generations)
             return
         masked = self.config.algorithm.mask_truncated_completions
         counted = [
             len(response.token_ids)
-            for group in sampled.values()
-            for response in group.responses
+            for rollout_id in self._unit_of
+            for response in self._sampled(rollout_id).responses
             if counts_in_loss(response, mask_truncated=masked)
         ]
-        own = [ScoredGroup(sampled[i], (), {}, (0.0,) * len(sampled[i].responses)) for i in learning]
+        own = [ScoredGroup(group, (), {}, (0.0,) * len(group.responses)) for group in map(self._sampled, learning)]
         parts = self.config.algorithm.steps_per_generation
         step.totals = self.updater.totals(own, rollout_tokens=sum(counted), num_minibatches=parts)
 

@@ -18,7 +18,7 @@ from rollplex.errors import CheckpointError
 from rollplex.rollout.engines import build_engines
 from rollplex.runtime.collect import Collector
 from rollplex.runtime.evaluate import evaluate
-from rollplex.runtime.learner import Learner, StepOutcome
+from rollplex.runtime.learner import Learner, StepOutcome, check_schedule
 from rollplex.runtime.run_folder import RunFolder, refuse_other_run
 from rollplex.runtime.session import PromptFeed, Session, build_session
 from rollplex.runtime.trackers import Trackers
@@ -60,6 +60,7 @@ class Trainer:
     def __init__(self, config: Config, observer: Observer | None = None):
         """Build everything and bring the weights to where training starts or resumes."""
         self.config, self.observer = config, observer
+        check_schedule(config)  # before anything slow happens
         self.resumed_from = resolve_resume(config.run)
         needs_start = self.resumed_from is None or config.algorithm.beta > 0
         kept = kept_warm_start(config) if needs_start else None
@@ -83,15 +84,19 @@ class Trainer:
         self.rewards = RewardRunner(config.rewards, self.session.task.reward_funcs)
         self.collector = Collector(self.session.tokenizer, self.rewards)
         self.engines = build_engines(config, policy, self.session.loaded.processor)
-        self.learner = Learner(
-            policy,
-            self.optimizer,
-            self.reference,
-            self.collector,
-            config,
-            stop_token_ids=self.session.stop_token_ids,
-            engines=self.engines,
-        )
+        try:
+            self.learner = Learner(
+                policy,
+                self.optimizer,
+                self.reference,
+                self.collector,
+                config,
+                stop_token_ids=self.session.stop_token_ids,
+                engines=self.engines,
+            )
+        except BaseException:
+            self.engines.close()
+            raise
         # Last: its threads run from now on, and `close` cannot be called on a Trainer that was never made.
         self.feed = PromptFeed(self.session, position=position, next_rollout_id=next_rollout_id)
 
@@ -161,10 +166,11 @@ class Trainer:
 
     def close(self) -> None:
         """Stop media, reward and window threads, and the engines."""
-        self.feed.close()
-        self.rewards.close()
-        self.learner.close()
-        self.engines.close()
+        with ExitStack() as stack:  # in the reverse order, each whatever becomes of the others
+            stack.callback(self.engines.close)
+            stack.callback(self.learner.close)
+            stack.callback(self.rewards.close)
+            stack.callback(self.feed.close)
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> RunResult:
         rewards: list[float] = []
