@@ -28,7 +28,7 @@ def _cost(prefix: PrefixMode = PrefixMode.SHARED, **options: Any) -> StepCost:
     return StepCost(side, side, Algorithm(prefix=prefix), (GroupLoad(PROMPT, (64,) * 8),) * 2, **options)
 
 
-_even = st.lists(st.integers(150, 900), min_size=8, max_size=8).map(lambda lengths: (lengths, 0.1))
+_even = st.lists(st.integers(400, 900), min_size=8, max_size=8).map(lambda lengths: (lengths, 0.1))
 _any = st.lists(st.integers(1, 900), min_size=8, max_size=8).map(lambda lengths: (lengths, 0.2))
 
 
