@@ -1,9 +1,9 @@
 """Seconds of a task from its phase and its load, for runs of a million tasks: looked up, not counted anew.
 
 Passes over prompts depend on the prompt alone. Passes over responses are counted for groups whose responses all have 2,
-4, 8, .. tokens, and taken on the line between in all response tokens. That smooths attention among unequal responses and
-their padding (under a tenth where the longest is twice the shortest, a sixth too little at worst) and the jump at another
-micro-batch.
+4, 8, .. tokens, and taken on the line between in all response tokens. That smooths attention among unequal responses,
+their padding, and the jump at another micro-batch: under a tenth of the time where the longest response is twice the
+shortest, a sixth too little at worst.
 """
 
 from __future__ import annotations
