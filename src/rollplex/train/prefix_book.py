@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollplex.errors import StateError
@@ -42,15 +42,6 @@ class PrefixBook:
             pack = compute_prefix(self.policy, [prompts[ids[m]] for m in members], activations)
             for number, member in enumerate(members):
                 self.places[ids[member]] = (pack, number)
-
-    def keep(self, rollout_ids: Collection[int]) -> None:
-        """Forget all other prompts; a pack that none is left of gives its memory back."""
-        dropped = [rollout_id for rollout_id in self.places if rollout_id not in rollout_ids]
-        packs = [self.places.pop(rollout_id)[0] for rollout_id in dropped]
-        left = {id(pack) for pack, _ in self.places.values()}
-        for pack in packs:
-            if id(pack) not in left:
-                pack.release()
 
     def source(self, rollout_id: int, _spec: PromptSpec) -> tuple[PrefixPack, int]:
         """The engine's PrefixSource."""
