@@ -1,4 +1,4 @@
-"""The sections of the configuration about how responses are sampled, and by what. Part of the tree in config.py. Pure."""
+"""The sections of the configuration about sampling and the engine that samples. Part of the tree in config.py. Pure."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def save_pretrained(
 
 
 def save_without_weights(model: Any, processor: Any, folder: str | Path) -> None:
-    """What `save_pretrained` writes of the ordinary model inside `model`, weights left out: for an engine that gets them
-    in another way. Raises as it does."""
+    """What `save_pretrained` writes of the ordinary model inside `model`, weights left out: for an engine that gets
+    them in another way. Raises as it does."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _save_config(model, folder)
