@@ -75,6 +75,16 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+# What virtual time assumes beside a recipe: `plan --gpus` and `simulate` alike.
+ResponseTokens = Annotated[
+    float | None, typer.Option(help="Median length of responses; absent: half of max_completion_length.")
+]
+Spread = Annotated[float, typer.Option(min=0, help="Spread of the logarithm of response lengths.")]
+Contention = Annotated[
+    float, typer.Option(min=1, help="How many times as long decoding and passes take while both run.")
+]
+LengthSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of response lengths.")]
 Traceback = Annotated[
     bool, typer.Option("--traceback", help=f"Show where an error came from (also {TRACEBACK_VARIABLE}=1).")
 ]
@@ -107,7 +117,7 @@ def train(recipe: Recipe, overrides: Overrides = None, show_traceback: Traceback
 def verify(
     recipe: Recipe,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Compare shared-prefix training with the ordinary full-sequence computation, on the recipe's model and rows.
@@ -140,21 +150,48 @@ def verify(
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    *,
+    as_json: AsJson = False,
     section: Annotated[
         list[str] | None, typer.Option(help="Only this part of the plan; may be given several times.")
     ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Devices to arrange; absent: memory.devices.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Search: kind of device, or a file of `calibrate`.")] = None,
+    explain: Annotated[bool, typer.Option(help="Search: where time, memory and traffic of each answer go.")] = False,
+    response_tokens: ResponseTokens = None,
+    spread: Spread = 0.5,
+    contention: Contention = 1.2,
+    seed: LengthSeed = 0,
     show_traceback: Traceback = False,
 ) -> None:
-    """Say what a recipe would hold and move on its devices, from its numbers alone: no weights, no devices needed."""
+    """Say what a recipe would hold and move on its devices, from its numbers alone: no weights, no devices needed.
+
+    With --gpus and --hardware: which schedule, degrees and pools make its step fastest there, and why.
+    """
     from rollplex.planner.report import plan_facts, plan_lines
+    from rollplex.planner.search_report import answer, search_lines
+    from rollplex.planner.workload import Assumptions
+    from rollplex.runtime.calibration import device_named
 
     with _clean_errors(show_traceback):
-        facts = plan_facts(load_config(recipe_path(recipe), overrides or ()), section or ())
+        config = load_config(recipe_path(recipe), overrides or ())
+        if hardware is None:
+            if gpus is not None or explain:
+                raise ConfigError(
+                    "--gpus and --explain are about a search over devices, which needs --hardware as well"
+                )
+            facts: Mapping[str, Any] = plan_facts(config, section or ())
+            lines = plan_lines(facts)
+        else:
+            if section:
+                raise ConfigError("--section is a part of the recipe's own plan; needed without --gpus and --hardware")
+            assumed = Assumptions(device_named(hardware), response_tokens, spread, contention, seed)
+            facts = answer(config, config.memory.devices if gpus is None else gpus, assumed)
+            lines = search_lines(facts, explain=explain)
         if as_json:
             typer.echo(json.dumps(facts))
         else:
-            for line in plan_lines(facts):
+            for line in lines:
                 typer.echo(line)
 
 
@@ -164,34 +201,30 @@ def simulate(
     overrides: Overrides = None,
     *,
     schedule: Annotated[str, typer.Option(help="Schedule to run in virtual time.")] = "rollplex",
-    hardware: Annotated[str, typer.Option(help="Kind of device, as in planner/hardware.py.")] = "h100",
-    response_tokens: Annotated[
-        float | None, typer.Option(help="Median length of responses; absent: half of max_completion_length.")
-    ] = None,
-    spread: Annotated[float, typer.Option(min=0, help="Spread of the logarithm of response lengths.")] = 0.5,
-    contention: Annotated[
-        float, typer.Option(min=1, help="How many times as long decoding and passes take while both run.")
-    ] = 1.2,
+    hardware: Annotated[str, typer.Option(help="Kind of device, or a file that `rollplex calibrate` wrote.")] = "h100",
+    response_tokens: ResponseTokens = None,
+    spread: Spread = 0.5,
+    contention: Contention = 1.2,
     rollout_devices: Annotated[
         int | None, typer.Option(help="Devices of the rollout pool, of memory.devices; absent: half.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to run; the last is drawn.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of response lengths.")] = 0,
+    seed: LengthSeed = 0,
     trace: Annotated[Path | None, typer.Option(help="Write the last step for Perfetto into this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Run a recipe's steps in virtual time under any schedule, on one or two pools, and draw the last one."""
     from rollplex.planner import simulate_recipe as virtual
     from rollplex.planner.gantt import gantt
-    from rollplex.planner.hardware import hardware as device
+    from rollplex.runtime.calibration import device_named
     from rollplex.runtime.progress import can_encode
     from rollplex.trace import to_chrome
 
     with _clean_errors(show_traceback):
         config = load_config(recipe_path(recipe), overrides or ())
         request = virtual.Request(
-            schedule, device(hardware), response_tokens, spread, contention, rollout_devices, steps, seed
+            schedule, device_named(hardware), response_tokens, spread, contention, rollout_devices, steps, seed
         )
         found = virtual.simulate_recipe(config, request)
         facts = virtual.simulation_facts(found)
@@ -207,6 +240,26 @@ def simulate(
         plain = not can_encode(console, "\u2581\u2588")
         for row in gantt(found.spans, width=max(40, min(120, console.width - 10)), ascii_only=plain):
             console.print(row, soft_wrap=True)
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders with traced steps (run.trace_steps).")],
+    out: Annotated[Path, typer.Option(help="File to write, for --hardware of plan and simulate.")],
+    hardware: Annotated[
+        str, typer.Option(help="Where the fit starts: the kind of device, an earlier file, or cpu for this machine's.")
+    ] = "cpu",
+    show_traceback: Traceback = False,
+) -> None:
+    """Fit what a machine reaches of its peaks to the traces of real runs on one device, and say what is left over."""
+    from rollplex.runtime.calibration import calibrate_runs, calibration_lines, write_calibration
+
+    with _clean_errors(show_traceback):
+        facts = calibrate_runs(runs, hardware)
+        write_calibration(facts, out)
+        for line in calibration_lines(facts):
+            typer.echo(line)
+        typer.echo(f"written to {out}")
 
 
 @app.command(context_settings=_SETTINGS)

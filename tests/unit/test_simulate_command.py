@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from rollplex.cli import app
 from rollplex.planner.gantt import gantt
-from rollplex.planner.simulate_recipe import SIMULATED
+from rollplex.planner.workload import SIMULATED
 from rollplex.schedule.registry import POOL_SCHEDULES
 from rollplex.trace import Span
 

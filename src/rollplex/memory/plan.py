@@ -71,9 +71,8 @@ def plan_memory(records: Sequence[MemoryRecord], timeline: Timeline, cap_bytes: 
     Every record that is not kept is needed: with any one of them kept instead, the plan is over the cap.
     Raises ConfigError when no plan fits: it names the smallest cap that works and the phases that bind there.
     """
-    held = tuple(records)
-    choices = _solve(held, timeline, cap_bytes, _exposed_cost(held))
-    if choices is None:
+    plan = plan_under(records, timeline, cap_bytes)
+    if plan is None:
         least = smallest_cap(records, timeline)
         raise ConfigError(
             f"no memory plan fits into {cap_bytes / 2**30:.2f} GiB: the smallest cap that works is "
@@ -81,7 +80,14 @@ def plan_memory(records: Sequence[MemoryRecord], timeline: Timeline, cap_bytes: 
             f"{'binds' if len(least.binding) == 1 else 'bind'}; raise memory.cap_gib, lower train.micro_batch_tokens "
             "or rollout.prompts_per_step, or spread over more devices"
         )
-    return _evaluated(choices, held, timeline)
+    return plan
+
+
+def plan_under(records: Sequence[MemoryRecord], timeline: Timeline, cap_bytes: int) -> MemoryPlan | None:
+    """As `plan_memory`; None when no plan fits, for a search that asks of many."""
+    held = tuple(records)
+    choices = _solve(held, timeline, cap_bytes, _exposed_cost(held))
+    return None if choices is None else _evaluated(choices, held, timeline)
 
 
 def smallest_cap(records: Sequence[MemoryRecord], timeline: Timeline) -> SmallestCap:

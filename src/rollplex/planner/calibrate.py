@@ -105,7 +105,7 @@ def measured_spans(spans: Iterable[Span], steps: Mapping[int, TracedStep]) -> li
     """The spans of `steps` (by step number) that a cost model can speak about, each with its prediction.
 
     Spans named after a phase are one task; "prefix", "score" and "update" are all groups' on one replica. Others
-    (prompts, reward) are left out, as are spans that are too short and phases that the step does not have.
+    (prompts, reward) are left out, as are spans that are too short and phases that take the model no time.
     """
     found = []
     for span in spans:
@@ -113,7 +113,7 @@ def measured_spans(spans: Iterable[Span], steps: Mapping[int, TracedStep]) -> li
         if step is None or span.source != "measured" or span.seconds < SHORTEST_S:
             continue
         tasks = _tasks(span, step)
-        if tasks:
+        if any(step.cost.task(task).total > 0 for task in tasks):  # publishing within one process moves nothing
             found.append(Measured(span.name, span.seconds, _predictor(step.cost, tasks)))
     return found
 

@@ -23,6 +23,7 @@ nominal peaks of which only the product with a fitted efficiency means anything.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -145,7 +146,11 @@ def cpu(cores: int, memory_bytes: float) -> Hardware:
 def hardware(name: str) -> Hardware:
     """The record of that name. Raises ConfigError for an unknown one."""
     if name not in HARDWARE:
-        raise ConfigError(f"--hardware is {name!r}; known: {', '.join(HARDWARE)}, or the file of a calibration")
+        near = difflib.get_close_matches(name.lower(), HARDWARE, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"--hardware is {name!r}; did you mean {near[0]}? known: {', '.join(HARDWARE)}, or a file that `rollplex "
+            "calibrate` wrote"
+        )
     return HARDWARE[name]
 
 

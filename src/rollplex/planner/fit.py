@@ -1,0 +1,161 @@
+"""Whether an arrangement of devices fits under a memory cap, and what it takes to make it fit. Pure.
+
+Records are those of memory/contract.py under tensor x data parallelism, with a pipeline applied (divided.py):
+
+    colocated      every device holds all records
+    training pool  all but the rollout's cache, workspace and weights
+    rollout pool   only these
+
+Colocated, the two weight layouts are one backing, which takes the rollout's degrees to divide training's: its shard
+then has all rows of training's. Two pools have a copy each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import ceil
+
+from rollplex.memory.contract import Hardware as CopyRates
+from rollplex.memory.contract import StepShape, step_records
+from rollplex.memory.plan import MemoryPlan, plan_under, smallest_cap, unplanned
+from rollplex.memory.records import MemoryRecord, Policy, held_in
+from rollplex.memory.timeline import SERIAL, STREAM, TIMELINES, Timeline
+from rollplex.planner.divided import divided
+from rollplex.planner.flops import ModelCounts
+from rollplex.planner.hardware import Hardware
+from rollplex.planner.workload import Arrangement
+
+# A unit is scored and trained on while others are; every other pool trains phase by phase.
+_POOL_TIMELINES = {"rolloutpipe": STREAM}
+_ROLLOUT_WEIGHTS = "actor weights, rollout layout"
+_ENGINE = "rollout "  # how the records of the cache and the workspace begin
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """What one kind of device would hold, before anything is decided."""
+
+    where: str  # "every device", "training pool", "rollout pool"
+    records: tuple[MemoryRecord, ...]
+    timeline: Timeline
+
+    @property
+    def naive_bytes(self) -> int:
+        """Peak with every record kept."""
+        return unplanned(self.records, self.timeline).peak_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Below the peak of any plan: each record at its least in each segment, whichever choice that takes."""
+        least = [0] * len(self.timeline.segments)
+        for record in self.records:
+            choices = [held_in(record, choice, self.timeline) for choice in record.choices]
+            for number in range(len(least)):
+                least[number] += min(held[number] for held in choices)
+        return max(least)
+
+    def plan(self, cap_bytes: int) -> MemoryPlan | None:
+        """The plan of least exposed time under the cap; None: nothing fits."""
+        naive = unplanned(self.records, self.timeline)
+        if naive.peak_bytes <= cap_bytes:
+            return naive
+        if self.least_bytes > cap_bytes:
+            return None
+        return plan_under(self.records, self.timeline, cap_bytes)
+
+    @property
+    def smallest_cap(self) -> int:
+        """The least peak of any plan, in bytes."""
+        return smallest_cap(self.records, self.timeline).cap_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit:
+    """A need and how it is met."""
+
+    where: str
+    naive_bytes: int
+    plan: MemoryPlan
+
+    def peak_by_class(self) -> dict[str, int]:
+        """Bytes by class of object in the fullest segment; they add up to the peak."""
+        plan = self.plan
+        fullest = plan.segment_bytes.index(plan.peak_bytes)
+        found: dict[str, int] = {}
+        for record in plan.records:
+            size = held_in(record, plan.choices[record.name], plan.timeline)[fullest]
+            found[str(record.kind)] = found.get(str(record.kind), 0) + size
+        return found
+
+    @property
+    def fullest(self) -> str:
+        """Phases of the fullest segment."""
+        return self.plan.timeline.labels[self.plan.segment_bytes.index(self.plan.peak_bytes)]
+
+    @property
+    def moved(self) -> dict[str, str]:
+        """What is not simply kept: policy by record."""
+        choices = self.plan.choices.items()
+        return {name: str(choice.policy) for name, choice in choices if choice.policy is not Policy.KEEP}
+
+
+def needs(shape: StepShape, counts: ModelCounts, hardware: Hardware, plan: Arrangement) -> tuple[Need, ...]:
+    """What each kind of device holds under `plan`. shape: of the step; its devices and degrees become the plan's."""
+    records = _Records(shape, counts, hardware, plan)
+    if plan.pools:
+        timeline = _POOL_TIMELINES.get(plan.schedule, SERIAL)
+        training = tuple(record for record in records.of_training(timeline) if record.name != _ROLLOUT_WEIGHTS)
+        return (
+            Need("training pool", tuple(map(_own_copy, training)), timeline),
+            Need("rollout pool", tuple(map(_own_copy, records.of_rollout(SERIAL))), SERIAL),
+        )
+    timeline = TIMELINES[plan.schedule]
+    rollout = [record for record in records.of_rollout(timeline) if record.name != _ROLLOUT_WEIGHTS]
+    return (Need("every device", (*records.of_training(timeline), *rollout), timeline),)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Records:
+    shape: StepShape
+    counts: ModelCounts
+    hardware: Hardware
+    plan: Arrangement
+
+    def of_training(self, timeline: Timeline) -> list[MemoryRecord]:
+        """Weights in both layouts, and all that training holds."""
+        train, rollout = self.plan.train, self.plan.rollout
+        # Pools: the rollout's degree has no say; training's own keeps the counts of the other pool out of the way.
+        sampling = train.tensor if self.plan.pools else rollout.tensor
+        shape = self._shape(train.tensor * train.data, train.tensor, sampling)
+        return [record for record in self._counted(shape, timeline) if not record.name.startswith(_ENGINE)]
+
+    def of_rollout(self, timeline: Timeline) -> list[MemoryRecord]:
+        """Weights in the rollout's layout, cache and workspace."""
+        rollout = self.plan.rollout
+        shape = self._shape(rollout.tensor * rollout.data, rollout.tensor, rollout.tensor)
+        held = self._counted(shape, timeline)
+        return [record for record in held if record.name.startswith((_ENGINE, _ROLLOUT_WEIGHTS))]
+
+    def _shape(self, devices: int, train_tp: int, rollout_tp: int) -> StepShape:
+        return dataclasses.replace(
+            self.shape, devices=devices, train_tp=train_tp, rollout_tp=rollout_tp, separate_engine=True
+        )
+
+    def _counted(self, shape: StepShape, timeline: Timeline) -> tuple[MemoryRecord, ...]:
+        device = self.hardware
+        rates = CopyRates(device.host_bandwidth, device.byte_rate, device.matmul_rate)
+        batches = ceil(shape.train_prompts * shape.generations * shape.response_tokens / shape.response_batch)
+        return divided(
+            step_records(shape, rates, timeline),
+            self.counts,
+            self.plan.train,
+            self.plan.rollout,
+            shard_optimizer=shape.shard_optimizer,
+            micro_batches=batches,
+        )
+
+
+def _own_copy(record: MemoryRecord) -> MemoryRecord:
+    """Without views of a backing that the device does not have."""
+    choices = tuple(choice for choice in record.choices if choice.policy is not Policy.REBUILD)
+    return dataclasses.replace(record, choices=choices)

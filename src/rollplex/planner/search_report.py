@@ -1,0 +1,226 @@
+"""The answer of `rollplex plan RECIPE --gpus N --hardware NAME` as plain data, and that data as text. Pure.
+
+Everything printed is in the data; `--explain` prints more of it: where each second, GiB and byte sent goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollplex.config import Config
+from rollplex.planner.breakdown import Breakdown, breakdown
+from rollplex.planner.fit import Fit
+from rollplex.planner.hardware import hardware_facts
+from rollplex.planner.parallel import Parallel
+from rollplex.planner.remedies import refusal
+from rollplex.planner.search import GIB, Ranked, Search, search
+from rollplex.planner.sharing import sharing_facts
+from rollplex.planner.workload import Assumptions
+from rollplex.weights.layout import Sharing
+
+Facts = Mapping[str, Any]
+_COLUMNS = f"{'':3}{'s/step':>8}  {'schedule':<14}{'training':<17}{'rollout':<17}{'GiB':>12}{'moves s':>9}  limit"
+
+
+def answer(config: Config, devices: int, assumed: Assumptions) -> dict[str, Any]:
+    """Search and report. Raises ConfigError with the smallest change that would fit where nothing does."""
+    found = search(config, devices, assumed)
+    if not found.by_schedule:
+        raise refusal(config, devices, assumed)
+    return search_facts(config, found)
+
+
+def search_facts(config: Config, found: Search) -> dict[str, Any]:
+    """Plain data for JSON. `found` has an answer (remedies.refusal says what to do where it has none)."""
+    assumed, workload = found.workload.assumed, found.workload
+    known: dict[int, dict[str, Any]] = {}
+
+    def facts(ranked: Ranked) -> dict[str, Any]:
+        if id(ranked) not in known:
+            known[id(ranked)] = _plan_facts(config, found, ranked)
+        return known[id(ranked)]
+
+    return {
+        "source": "simulated",
+        "gpus": found.devices,
+        "hardware": hardware_facts(assumed.hardware),
+        "cap_gib": found.cap_bytes / GIB,
+        "cap_from": "the sheet" if config.memory.cap_gib is None else "memory.cap_gib",
+        "assumed": {
+            "response_tokens": workload.median,
+            "most_response_tokens": workload.shape.response_tokens,
+            "spread": assumed.spread,
+            "contention": assumed.contention,
+            "seed": assumed.seed,
+        },
+        "considered": found.considered,
+        "came_of_them": dict(found.left_out),
+        "plans": [facts(ranked) for ranked in found.best],
+        "by_schedule": {name: facts(ranked) for name, ranked in found.by_schedule.items()},
+        "runner_up": _comparison(*map(facts, found.best[:2])) if len(found.best) > 1 else None,
+    }
+
+
+def _plan_facts(config: Config, found: Search, ranked: Ranked) -> dict[str, Any]:
+    plan, where = ranked.plan, breakdown(found.workload, ranked)
+    return {
+        "schedule": plan.schedule,
+        "on_policy": plan.on_policy,
+        "pools": plan.pools,
+        "training": _degrees(plan.train),
+        "rollout": _degrees(plan.rollout),
+        "seconds": ranked.seconds,
+        "simulated_s": ranked.simulated_s,
+        "moves_s": ranked.moves_s,
+        "bound_s": ranked.bound_s,
+        "limit": where.limit,
+        "causes": dict(where.causes),
+        "phases": dict(where.phases),
+        "hidden_s": where.hidden_s,
+        "traffic_bytes": dict(where.traffic),
+        "memory": [_fit_facts(fit) for fit in ranked.fits],
+        "sharing": None if plan.pools else _sharing(config, ranked, where),
+    }
+
+
+def _degrees(plan: Parallel) -> dict[str, int]:
+    return {"tensor": plan.tensor, "pipeline": plan.pipeline, "data": plan.data, "devices": plan.devices}
+
+
+def _fit_facts(fit: Fit) -> dict[str, Any]:
+    plan = fit.plan
+    return {
+        "where": fit.where,
+        "peak_gib": plan.peak_bytes / GIB,
+        "naive_gib": fit.naive_bytes / GIB,
+        "fullest": fit.fullest,
+        "classes_gib": {kind: size / GIB for kind, size in fit.peak_by_class().items()},
+        "exposed_s": plan.exposed_s,
+        "host_gib": sum(choice.host_bytes for choice in plan.choices.values()) / GIB,
+        "moved": fit.moved,
+        "records": [
+            {
+                "name": record.name,
+                "class": str(record.kind),
+                "gib": record.nbytes / GIB,
+                "formula": record.formula,
+                "policy": str(plan.choices[record.name].policy),
+                "restore_s": plan.choices[record.name].restore_s,
+            }
+            for record in plan.records
+        ],
+    }
+
+
+def _sharing(config: Config, ranked: Ranked, where: Breakdown) -> dict[str, Any]:
+    """Parts of the language model by class, and what the weights of both sides take of a device."""
+    train, rollout = ranked.plan.train.tensor, ranked.plan.rollout.tensor
+    degrees = {"train_tp": train, "rollout_tp": rollout}
+    table = sharing_facts(config.model_copy(update={"sharing": config.sharing.model_copy(update=degrees)}))
+    plan = ranked.fits[0].plan
+    sizes = {r.name: (r.nbytes, max(plan.choices[r.name].held.values())) for r in plan.records if "actor w" in r.name}
+    return {
+        **degrees,
+        **{str(kind): table[str(kind)] for kind in Sharing},
+        "weights_gib": {name: {"whole": size / GIB, "held": held / GIB} for name, (size, held) in sizes.items()},
+        "published_bytes": where.traffic.get("weights published to the rollout", 0.0),
+    }
+
+
+def _comparison(best: Facts, second: Facts) -> dict[str, Any]:
+    """What the second loses and gains against the first, by cause; the differences add up to `slower_s`."""
+    causes = {*best["causes"], *second["causes"]}
+    more = {cause: second["causes"].get(cause, 0.0) - best["causes"].get(cause, 0.0) for cause in causes}
+    ordered = dict(sorted(more.items(), key=lambda item: -item[1]))
+    differs = [key for key in ("schedule", "training", "rollout") if best[key] != second[key]]
+    return {"slower_s": second["seconds"] - best["seconds"], "differs_in": differs, "more_s": ordered}
+
+
+def search_lines(facts: Facts, *, explain: bool = False) -> Iterator[str]:
+    """What `search_facts` gave, as text."""
+    device, assumed, plans = facts["hardware"], facts["assumed"], facts["plans"]
+    cap = f"at most {facts['cap_gib']:.2f} GiB each ({facts['cap_from']})"
+    yield f"{facts['gpus']} x {device['name']}, {cap}; simulated"
+    yield (
+        f"responses: median {assumed['response_tokens']:g}, at most {assumed['most_response_tokens']} tokens, spread "
+        f"{assumed['spread']:g}; contention {assumed['contention']:g}"
+    )
+    outcome = ", ".join(f"{count} {what}" for what, count in facts["came_of_them"].items())
+    yield f"{facts['considered']} arrangements: {outcome}"
+    yield from ("", "fastest", _COLUMNS)
+    yield from (_row(str(number), plan) for number, plan in enumerate(plans, start=1))
+    yield from ("", "fastest of each schedule", _COLUMNS)
+    yield from (_row("", plan) for plan in facts["by_schedule"].values())
+    if facts["runner_up"] is not None:
+        yield ""
+        yield from _runner_up_lines(facts["runner_up"])
+    if plans:
+        yield ""
+        yield from _memory_lines(plans[0])
+        yield from _sharing_lines(plans[0]["sharing"])
+    if explain:
+        for number, plan in enumerate(plans, start=1):
+            yield ""
+            yield from _explained(number, plan)
+
+
+def _row(number: str, plan: Facts) -> str:
+    train, rollout = (
+        f"TP{side['tensor']} PP{side['pipeline']} DP{side['data']}" for side in (plan["training"], plan["rollout"])
+    )
+    peaks = " + ".join(f"{fit['peak_gib']:.1f}" for fit in plan["memory"])
+    limit = f"{plan['limit']} {plan['causes'][plan['limit']] / plan['seconds']:.0%}"
+    note = "" if plan["on_policy"] else "; OFF-POLICY, for comparison"
+    row = f"{number:<3}{plan['seconds']:>8.4g}  {plan['schedule']:<14}{train:<17}{rollout:<17}{peaks:>12}"
+    return f"{row}{plan['moves_s']:>9.3f}  {limit}{note}"
+
+
+def _runner_up_lines(facts: Facts) -> Iterator[str]:
+    parts = ", ".join(f"{seconds:+.3g} s {cause}" for cause, seconds in facts["more_s"].items() if abs(seconds) > 5e-4)
+    yield f"2 lost to 1 by {facts['slower_s']:.3g} s a step ({', '.join(facts['differs_in'])} differ): {parts}"
+
+
+def _memory_lines(plan: Facts) -> Iterator[str]:
+    for fit in plan["memory"]:
+        peaks = f"{fit['peak_gib']:.2f} GiB (naive {fit['naive_gib']:.2f})"
+        yield f"memory of 1, {fit['where']}: {peaks} while {fit['fullest']}"
+        yield from (f"{size:10.2f}  {kind}" for kind, size in fit["classes_gib"].items() if size)
+        moved = ", ".join(f"{name}: {policy}" for name, policy in fit["moved"].items()) or "nothing: all is kept"
+        yield f"{'':12}moved at {fit['exposed_s']:.3g} s a step and {fit['host_gib']:.2f} GiB of host memory: {moved}"
+
+
+def _sharing_lines(facts: Facts | None) -> Iterator[str]:
+    if facts is None:
+        yield "sharing of 1: none, the pools hold a copy each"
+        return
+    shares = ", ".join(f"{facts[str(kind)]:.2%} {kind}" for kind in Sharing)
+    yield f"sharing of 1, training at TP {facts['train_tp']} and rollout at TP {facts['rollout_tp']}: {shares}"
+    for name, sizes in facts["weights_gib"].items():
+        yield f"{sizes['held']:10.2f}  {name} (alone {sizes['whole']:.2f} GiB)"
+    yield f"{facts['published_bytes'] / GIB:10.2f}  GiB received by a device at publish"
+
+
+def _explained(number: int, plan: Facts) -> Iterator[str]:
+    """Every number of a row: what adds up to it."""
+    yield f"{number}: {plan['schedule']}"
+    yield (
+        f"  {plan['seconds']:.4g} s = {plan['simulated_s']:.4g} simulated + {plan['moves_s']:.4g} moved for memory; no "
+        f"faster than {plan['bound_s']:.4g} by its bound"
+    )
+    yield "  time by cause, s"
+    yield from _table(plan["causes"], 1.0)
+    yield f"  time by phase, s ({plan['hidden_s']:.4g} s of it with the other side busy too)"
+    yield from _table(plan["phases"], 1.0)
+    for fit in plan["memory"]:
+        yield f"  memory, {fit['where']}, GiB (docs/memory.md)"
+        for record in fit["records"]:
+            cost = f", {record['restore_s']:.3g} s" if record["restore_s"] else ""
+            yield f"{record['gib']:10.2f}  {record['name']:<32}{record['policy']}{cost}; {record['formula']}"
+    yield "  sent by a device in a step, GiB"
+    yield from _table(plan["traffic_bytes"], 1 / GIB)
+
+
+def _table(values: Mapping[str, float], factor: float) -> Iterator[str]:
+    for name, value in sorted(values.items(), key=lambda item: -item[1]):
+        yield f"{value * factor:10.3f}  {name}"

@@ -1,0 +1,125 @@
+"""A time that no step under an arrangement is faster than, in closed form: what a search need not simulate. Pure.
+
+Both sides on their own, loads spread evenly (W / p of planner/bounds.py, or the longest chain if that is more):
+
+    sampling   prompt passes / engines + max(all tokens decoded at the fullest batch / engines,
+                                             the longest response alone, one row a step)
+    training   passes of all groups / replicas, or those of the longest group; the optimizer step
+
+and put together as a schedule may overlap them at best:
+
+    serial, disaggregated   sampling + all passes
+    rollplex                decoding beside both prefixes + the other passes
+    stream                  decoding beside all passes, or decoding + the last group's passes over responses
+    rolloutpipe             the larger of decoding + one group's passes, and the first group's end + all passes
+    async                   max(sampling, all passes)
+
+D seconds of decoding beside P of passes on the same devices take max(D, P) + min(D, P) x (contention - 1) at least:
+overlapping for x seconds gets x / contention of each done.
+The times of passes and decode steps are those of the simulation, so that only what overlaps and who waits is bounded.
+The line of a decode step is taken at the rows that an engine has at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollplex.planner.load import GroupLoad
+from rollplex.planner.parallel import Parallel
+from rollplex.planner.pass_times import PassTimes
+from rollplex.planner.workload import Arrangement, Workload
+from rollplex.schedule.spec import PREFIXES, Phase
+
+_REST = (Phase.REF_RESPONSE, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    prefill_s: float
+    decode_s: float
+    first_s: float  # until any group is complete
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    prefix_s: float
+    rest_s: float
+    once_s: float
+    last_s: float  # of the group that has least, its passes over responses
+    group_s: float  # and all its passes
+
+
+class StepBound:
+    """Bounds for one workload over the steps that a simulation is judged by, each side counted once.
+
+    steps: numbers of these steps. While `async` trains on one of them it samples the next.
+    """
+
+    def __init__(self, workload: Workload, steps: range):
+        self._workload = workload
+        numbers = range(steps.start, steps.stop + 1)
+        self._steps = [workload.feed.groups(step, workload.shape.prompts) for step in numbers]
+        self._sampling: dict[Parallel, list[_Sampling]] = {}
+        self._training: dict[Parallel, list[_Training]] = {}
+
+    def seconds(self, plan: Arrangement) -> float:
+        """Per step, a mean over the steps."""
+        if plan.rollout not in self._sampling:
+            self._sampling[plan.rollout] = [self._sample(plan, groups) for groups in self._steps]
+        if plan.train not in self._training:
+            self._training[plan.train] = [self._train(plan, groups) for groups in self._steps]
+        samples, trains = self._sampling[plan.rollout], self._training[plan.train][:-1]
+        if plan.schedule == "async":  # each pool has all of its own to do
+            sampled = sum(sample.prefill_s + sample.decode_s for sample in samples[1:])
+            trained = sum(train.prefix_s + train.rest_s + train.once_s for train in trains)
+            return max(sampled, trained) / len(trains)
+        pairs = list(zip(samples[:-1], trains, strict=True))
+        beside = min(1.0, self._workload.assumed.contention - 1)
+        return sum(_step(plan.schedule, sample, train, beside) for sample, train in pairs) / len(pairs)
+
+    def _sample(self, plan: Arrangement, groups: Sequence[GroupLoad]) -> _Sampling:
+        workload, engines = self._workload, plan.rollout.data
+        cost = workload.cost(plan)
+        times, table = PassTimes(cost), workload.table(cost.rollout)
+        prefill_s = sum(times.of(Phase.PREFILL, group) for group in groups) / engines
+        one = table.of(1)
+        longest, prompt = max((max(group.responses), group.prompt.tokens) for group in groups)
+        chain_s = (longest - 1) * (one.start + (one.pairs + one.cached) * (prompt + longest / 2))
+        rows = max(
+            1, min(workload.config.rollout.max_decode_rows, -(-len(groups) // engines) * workload.shape.generations)
+        )
+        full = table.of(rows)
+        fed = sum(tokens - 1 for group in groups for tokens in group.responses)
+        contexts = sum((n - 1) * (group.prompt.tokens + n / 2) for group in groups for n in group.responses)
+        work_s = (fed * full.start / rows + contexts * (full.pairs + full.cached)) / engines
+        first_s = min(max(group.responses) - 1 for group in groups) * one.start
+        return _Sampling(prefill_s, max(chain_s, work_s), first_s)
+
+    def _train(self, plan: Arrangement, groups: Sequence[GroupLoad]) -> _Training:
+        cost, replicas = self._workload.cost(plan), plan.train.data
+        times = PassTimes(cost)
+
+        def spread(*phases: Phase) -> float:
+            each = [sum(times.of(phase, group) for phase in phases) for group in groups]
+            return max(sum(each) / replicas, max(each))
+
+        prefixes = [phase for phase in PREFIXES if phase is not Phase.REF_PREFIX or self._workload.shape.reference]
+        rest = [phase for phase in _REST if phase is not Phase.REF_RESPONSE or self._workload.shape.reference]
+        last = min(sum(times.of(phase, group) for phase in rest) for group in groups)
+        whole = min(sum(times.of(phase, group) for phase in (*prefixes, *rest)) for group in groups)
+        return _Training(spread(*prefixes), spread(*rest), times.of(Phase.OPTIMIZER, None), last, whole)
+
+
+def _step(schedule: str, sample: _Sampling, train: _Training, beside: float) -> float:
+    """beside: how much of what is hidden is paid all the same."""
+    decode_s, passes_s = sample.decode_s, train.prefix_s + train.rest_s
+    if schedule == "rollplex":
+        hidden_s = min(decode_s, train.prefix_s)
+        return sample.prefill_s + decode_s + passes_s - hidden_s * (1 - beside) + train.once_s
+    if schedule == "stream":
+        both_s = max(decode_s, passes_s) + min(decode_s, passes_s) * beside
+        return sample.prefill_s + max(both_s, decode_s + train.last_s) + train.once_s
+    if schedule == "rolloutpipe":
+        return max(sample.prefill_s + decode_s + train.group_s, sample.first_s + passes_s) + train.once_s
+    return sample.prefill_s + decode_s + passes_s + train.once_s

@@ -1,0 +1,129 @@
+"""What the traced steps of a run consisted of, from what its folder says: for calibrate.py. Pure.
+
+A run folder has sums by step, not the length of each prompt and response. So all prompts of a step are taken to be
+equally long, and so are its responses but for the longest one of one group:
+
+    R = responses x completions/mean_length       response tokens
+    prompt = R (1 - u) / (responses u - prompts)  with u = prefix/unique_tokens_ratio = (R + prompts x prompt) /
+                                                  (R + responses x prompt)
+Of a prompt memory.visual_share are one video with frames of data.image_size. Spans with another span of the window's
+lane beside them are left out: what co-running costs is no efficiency of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollplex.config import Config
+from rollplex.errors import ConfigError
+from rollplex.models.shapes import shape_of
+from rollplex.planner.calibrate import Measured, TracedStep, measured_spans
+from rollplex.planner.cost import Side, StepCost
+from rollplex.planner.flops import ModelCounts
+from rollplex.planner.hardware import Hardware
+from rollplex.planner.load import GroupLoad, Prompt, video_prompt
+from rollplex.planner.parallel import Parallel
+from rollplex.planner.passes import Algorithm
+from rollplex.schedule.spec import PREFIXES, Phase
+from rollplex.schedule.spec_from_config import prefix_mode
+from rollplex.schedule.step import Lane
+from rollplex.trace import Span
+
+_DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_MEAN, _MOST = "completions/mean_length", "completions/max_length"
+_UNIQUE = "prefix/unique_tokens_ratio"
+_UNIT_PHASES = (Phase.PREFILL, *PREFIXES, Phase.ACTOR_RESPONSE)
+
+
+def measured_run(
+    config: Config, spans: Sequence[Span], metrics: Sequence[Mapping[str, Any]], device: Hardware, *, eager: bool
+) -> list[Measured]:
+    """The spans of a run that the cost model can speak about. eager: the passes ran without fused attention kernels.
+
+    Raises ConfigError, naming the option, for a run whose steps cannot be told apart from its folder.
+    """
+    if config.model.lora is not None:
+        raise ConfigError("the cost model counts full fine-tuning, found a run with model.lora; trace one without")
+    if config.algorithm.dynamic_sampling == "resample":
+        raise ConfigError("a run with algorithm.dynamic_sampling=resample has rounds of sampling; trace one without")
+    if config.algorithm.steps_per_generation * config.algorithm.num_iterations != 1:
+        raise ConfigError(
+            "a step of several optimizer steps cannot be told apart; trace a run with algorithm.steps_per_generation "
+            "and num_iterations at 1"
+        )
+    rows = {row["step"]: row for row in metrics if all(isinstance(row.get(k), float) for k in (_MEAN, _MOST, _UNIQUE))}
+    counts = ModelCounts(
+        shape_of(config.model),
+        _DTYPE_BYTES[config.model.dtype],
+        vision_trained=not config.model.freeze_vision,
+        eager=eager,
+    )
+    side = Side(counts, device, Parallel())
+    alone = _alone(spans)
+    steps = {
+        step: _traced(config, [span for span in spans if span.step == step], rows[step], side)
+        for step in sorted({span.step for span in spans})
+        if step in rows
+    }
+    return measured_spans(alone, {step: traced for step, traced in steps.items() if traced is not None})
+
+
+def _traced(config: Config, spans: Sequence[Span], row: Mapping[str, float], side: Side) -> TracedStep | None:
+    decoded = [span.group for span in spans if span.name == Phase.DECODE and span.group is not None]
+    ids = tuple(dict.fromkeys(decoded))
+    if not ids:
+        return None
+    units = _units(spans, ids)
+    groups = _groups(config, row, len(ids), side)
+    algorithm = Algorithm(
+        reference=config.algorithm.beta > 0,
+        old_logps=config.algorithm.kl_in_reward,
+        prefix=prefix_mode(config),
+        activations=config.train.prefix_activations,
+        prefill_is_actor_prefix=config.train.share_prefix and config.rollout.engine == "local",
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        pack_groups=max(map(len, units)),
+    )
+    cost = StepCost(side, side, algorithm, groups, max_rows=config.rollout.max_decode_rows)
+    return TracedStep(cost, ids, units)
+
+
+def _units(spans: Sequence[Span], ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Prompts whose passes ran together: each pass carries the id of its first, the others are dealt out in turn."""
+    labels = {span.group for span in spans if span.name in _UNIT_PHASES}
+    firsts = [i for i in ids if i in labels] or list(ids)
+    rest = [i for i in ids if i not in firsts]
+    return tuple((first, *rest[place :: len(firsts)]) for place, first in enumerate(firsts))
+
+
+def _groups(config: Config, row: Mapping[str, float], prompts: int, side: Side) -> tuple[GroupLoad, ...]:
+    generations, mean = config.rollout.num_generations, row[_MEAN]
+    total, unique = prompts * generations * mean, row[_UNIQUE]
+    left = prompts * (generations * unique - 1)
+    if left <= 0 or unique >= 1:
+        raise ConfigError(
+            f"{_UNIQUE} is {unique}: prompts cannot be told from responses; trace a run with rollout.num_generations "
+            "above 1"
+        )
+    prompt = _prompt(config, max(1, round(total * (1 - unique) / left)), side)
+    lengths = max(1, round(mean))
+    longest = GroupLoad(prompt, (max(lengths, round(row[_MOST])), *[lengths] * (generations - 1)))
+    return (longest, *[GroupLoad(prompt, (lengths,) * generations)] * (prompts - 1))
+
+
+def _prompt(config: Config, tokens: int, side: Side) -> Prompt:
+    vision = side.counts.shape.vision
+    across = max(1, config.data.image_size // (vision.patch_size * vision.spatial_merge_size))
+    visual = round(config.memory.visual_share * tokens)
+    return video_prompt(tokens, visual, vision, tokens_per_frame=across * across)
+
+
+def _alone(spans: Sequence[Span]) -> list[Span]:
+    """Spans that shared the device with nothing: no pass of the window's lane ran meanwhile."""
+    window = [span for span in spans if span.lane == Lane.WINDOW]
+
+    def beside(span: Span) -> bool:
+        return any(other.start_s < span.end_s and span.start_s < other.end_s for other in window)
+
+    return [span for span in spans if span.lane != Lane.WINDOW and not beside(span)]

@@ -1,0 +1,185 @@
+"""The search over arrangements: what it considers, that pruning loses nothing, memory, reasons, and refusals."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rollplex.config import Config
+from rollplex.errors import ConfigError
+from rollplex.planner.arrangements import arrangements, sides, splits
+from rollplex.planner.breakdown import breakdown
+from rollplex.planner.fit import needs
+from rollplex.planner.hardware import hardware
+from rollplex.planner.memory import memory_section
+from rollplex.planner.parallel import Parallel
+from rollplex.planner.remedies import refusal
+from rollplex.planner.search import GIB, STEPS, Fitting, Search, cap_of, on_devices, search, step_seconds
+from rollplex.planner.search_report import answer, search_facts, search_lines
+from rollplex.planner.step_bound import StepBound
+from rollplex.planner.workload import SIMULATED, Arrangement, Assumptions, Workload
+from rollplex.recipes.load import load_config
+from rollplex.recipes.packaged import packaged_recipe
+
+H800 = Assumptions(hardware("h800"), response_tokens=100, spread=0.7)
+SMALL = (
+    "model.build.num_layers=8", "rollout.prompts_per_step=8", "rollout.num_generations=4", "memory.cap_gib=70",
+    "data.max_prompt_tokens=2048", "rollout.max_completion_length=512",
+)  # fmt: skip
+
+
+def _config(*overrides: str) -> Config:
+    return load_config(packaged_recipe("rollplex_32b"), [*SMALL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def found() -> Search:
+    return search(_config(), 4, H800)
+
+
+def _workload(devices: int, *overrides: str) -> Workload:
+    return Workload(on_devices(_config(*overrides), devices), H800)
+
+
+def test_every_arrangement_uses_all_devices_and_divides_the_model() -> None:
+    workload = _workload(8)
+    plans = arrangements(workload.counts, 8, 8, sequence=True).plans
+    assert {plan.schedule for plan in plans} == set(SIMULATED)
+    assert len(set(plans)) == len(plans)
+    for plan in plans:
+        assert plan.devices == 8
+        plan.train.check(workload.counts)
+        plan.rollout.check(workload.counts)
+        if not plan.pools:  # one backing for both sides
+            assert plan.train.tensor % plan.rollout.tensor == plan.train.pipeline % plan.rollout.pipeline == 0
+    assert {side.tensor for side in sides(workload.counts, 40)} == {1, 2, 4, 8}  # 5 divides 40 query, not 8 KV heads
+    assert (splits(32), splits(2), splits(1)) == ([4, 8, 12, 16, 20, 24, 28], [1], [])
+    few = arrangements(workload.counts, 3, 8, sequence=True)
+    assert few.left_out["whose replicas do not divide the prompts"] > 0
+    assert all(3 % plan.train.data == 0 for plan in few.plans if not plan.pools)
+
+
+def test_sides_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="engines of 4 devices do not fill training replicas of 2"):
+        Arrangement("serial", Parallel(2, data=2), Parallel(4))
+
+
+def test_no_simulation_is_faster_than_its_bound() -> None:
+    workload = _workload(8)
+    bound = StepBound(workload, range(1, STEPS))
+    plans = arrangements(workload.counts, 8, 8, sequence=True).plans
+    checked = set()
+    for plan in plans[::2]:
+        checked.add(plan.schedule)
+        assert 0.97 * bound.seconds(plan) <= step_seconds(workload, plan), plan
+    assert checked == set(SIMULATED)
+
+
+def test_pruning_loses_nothing(found: Search) -> None:
+    """Against checking and simulating all of them."""
+    fitting = Fitting(found.workload, found.cap_bytes)
+    every: list[tuple[float, Arrangement]] = []
+    for plan in arrangements(found.workload.counts, 8, 4, sequence=False).plans:
+        fits = fitting.of(plan)
+        if fits is not None:
+            every.append((step_seconds(found.workload, plan) + max(f.plan.exposed_s for f in fits), plan))
+    wanted = sorted(seconds for seconds, plan in every if plan.on_policy)[:4]
+    assert [ranked.seconds for ranked in found.best] == pytest.approx(wanted)
+    for schedule in {plan.schedule for _, plan in every}:
+        fastest = min(seconds for seconds, plan in every if plan.schedule == schedule)
+        assert found.by_schedule[schedule].seconds == pytest.approx(fastest), schedule
+    assert sum(found.left_out.values()) == found.considered
+    assert found.left_out["simulated"] < len(every)
+
+
+def test_off_policy_is_compared_and_never_recommended(found: Search) -> None:
+    assert "async" in found.by_schedule
+    assert all(ranked.plan.schedule != "async" for ranked in found.best)
+    (row,) = (line for line in search_lines(search_facts(_config(), found)) if " async " in line)
+    assert "OFF-POLICY" in row
+
+
+def test_every_second_and_byte_is_accounted_for(found: Search) -> None:
+    for ranked in (*found.best, *found.by_schedule.values()):
+        where = breakdown(found.workload, ranked)
+        assert where.seconds == pytest.approx(ranked.seconds)
+        assert sum(where.causes.values()) == pytest.approx(ranked.seconds)
+        assert sum(where.phases.values()) == pytest.approx(ranked.seconds)
+        assert where.limit in where.causes
+        for fit in ranked.fits:
+            assert sum(fit.peak_by_class().values()) == fit.plan.peak_bytes <= found.cap_bytes
+    facts = search_facts(_config(), found)
+    runner_up = facts["runner_up"]
+    assert sum(runner_up["more_s"].values()) == pytest.approx(runner_up["slower_s"])
+    assert runner_up["slower_s"] >= 0 and runner_up["differs_in"]
+
+
+def test_hidden_time_is_the_schedules(found: Search) -> None:
+    hidden = {name: breakdown(found.workload, ranked).hidden_s for name, ranked in found.by_schedule.items()}
+    assert hidden["serial"] == hidden["disaggregated"] == 0
+    assert min(hidden["rollplex"], hidden["stream"], hidden["async"]) > 0
+
+
+@pytest.mark.parametrize("schedule", ["serial", "rollplex", "stream"])
+def test_memory_is_that_of_the_memory_section(schedule: str) -> None:
+    """Without a pipeline, colocated: the same records, whichever of the two commands counts them."""
+    config = _config("train_tp=4", "rollout_tp=2", "memory.devices=8", f"memory.schedule={schedule}")
+    workload = _workload(8)
+    plan = Arrangement(schedule, Parallel(4, data=2), Parallel(2, data=4))
+    (need,) = needs(workload.shape, workload.counts, H800.hardware, plan)
+    section = memory_section(config)
+    assert need.naive_bytes / GIB == section["naive_gib"]
+    assert need.smallest_cap / GIB == section["smallest_cap_gib"]
+    assert need.least_bytes <= need.smallest_cap
+    assert {record.name: record.nbytes for record in need.records} == {
+        record["name"]: record["bytes"] for record in section["records"]
+    }
+
+
+def test_pools_share_no_weights_and_divide_the_records() -> None:
+    workload = _workload(8)
+    plan = Arrangement("disaggregated", Parallel(2, 2), Parallel(2, data=2))
+    training, rollout = needs(workload.shape, workload.counts, H800.hardware, plan)
+    names = {record.name for record in rollout.records}
+    assert names == {"actor weights, rollout layout", "rollout KV cache", "rollout workspace"}
+    assert not names & {record.name for record in training.records}
+    assert "actor weights, training layout" in {record.name for record in training.records}
+    choices = [c.policy for need in (training, rollout) for r in need.records if "actor w" in r.name for c in r.choices]
+    assert choices == ["keep", "keep"]
+
+
+def test_a_cap_of_the_recipe_or_of_the_device() -> None:
+    assert cap_of(_config(), H800) == 70 * GIB
+    assert cap_of(_config("memory.cap_gib=null"), H800) == 80e9
+    with pytest.raises(ConfigError, match=r"memory\.cap_gib is 90.*80 GB"):
+        cap_of(_config("memory.cap_gib=90"), H800)
+
+
+def test_the_change_that_a_refusal_names_fits_and_a_smaller_one_does_not() -> None:
+    config = _config("memory.cap_gib=6", "train.micro_batch_tokens=512")
+    with pytest.raises(ConfigError, match="the smallest change that would fit") as refused:
+        answer(config, 2, H800)
+    assert str(refused.value) == str(refusal(config, 2, H800))
+    changes = re.findall(r"(?:fit|or): (\S+=\S+|--gpus \d+)", str(refused.value))
+    gpus = [int(change.split()[1]) for change in changes if "--gpus" in change]
+    caps = [float(change.split("=")[1]) for change in changes if "cap_gib" in change]
+    assert gpus and caps
+    assert search(config, gpus[0], H800, keep=1).best
+    assert not search(config, gpus[0] // 2, H800, keep=1).by_schedule
+    assert search(_config(f"memory.cap_gib={caps[0]}", "train.micro_batch_tokens=512"), 2, H800, keep=1).best
+    lower = _config(f"memory.cap_gib={caps[0] - 0.011:.3f}", "train.micro_batch_tokens=512")
+    assert not search(lower, 2, H800, keep=1).by_schedule
+    for change in changes:
+        if change.startswith(("memory.", "train.", "rollout.")):
+            changed = _config("memory.cap_gib=6", "train.micro_batch_tokens=512", change)
+            assert search(changed, 2, H800, keep=1).by_schedule, change
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--gpus is 0"):
+        search(_config(), 0, H800)
+    with pytest.raises(ConfigError, match=r"--gpus 11: no arrangement divides the model and 1 prompts"):
+        search(_config("rollout.prompts_per_step=1", "model.build.num_layers=1"), 11, H800)
+    with pytest.raises(ConfigError, match=r"num_iterations"):
+        search(_config("algorithm.num_iterations=2"), 4, H800)
