@@ -146,10 +146,11 @@ def cpu(cores: int, memory_bytes: float) -> Hardware:
 def hardware(name: str) -> Hardware:
     """The record of that name. Raises ConfigError for an unknown one."""
     if name not in HARDWARE:
-        near = difflib.get_close_matches(name.lower(), HARDWARE, n=1, cutoff=0.0)
+        longer = [known for known in HARDWARE if name and name.lower() in known]
+        near = longer or difflib.get_close_matches(name.lower(), HARDWARE, n=1, cutoff=0.0)
         raise ConfigError(
-            f"--hardware is {name!r}; did you mean {near[0]}? known: {', '.join(HARDWARE)}, or a file that `rollplex "
-            "calibrate` wrote"
+            f"--hardware is {name!r}; did you mean {' or '.join(near)}? known: {', '.join(HARDWARE)}, or a file that "
+            "`rollplex calibrate` wrote"
         )
     return HARDWARE[name]
 
