@@ -12,7 +12,7 @@ DEV := $(VENV)/.installed-dev
 # vLLM pins another torch than the project is developed with: an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
-VLLM_ENVIRONMENT := $(wildcard tests/vllm/environment/*)
+VLLM_ENVIRONMENT := $(wildcard tests/real_vllm/environment/*)
 
 .PHONY: install demo test test-vllm lint format check clean
 .DELETE_ON_ERROR:
@@ -26,7 +26,7 @@ test: $(DEV)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-vllm: $(VLLM)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/real_vllm $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check
@@ -58,5 +58,5 @@ $(DEV): pyproject.toml | $(BIN)/pip
 
 $(VLLM): $(VLLM_ENVIRONMENT)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	tests/vllm/environment/install.sh $(VLLM_VENV)
+	tests/real_vllm/environment/install.sh $(VLLM_VENV)
 	touch $@
