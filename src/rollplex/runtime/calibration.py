@@ -47,7 +47,7 @@ def device_named(name: str) -> Hardware:
 def calibrate_runs(folders: Sequence[Path], start: str) -> dict[str, Any]:
     """The efficiencies that make the traced steps of `folders` take as long as they did, as data for a file.
 
-    start: where the fit starts, and whose peaks they are of: a device's name, a file, or "cpu" for this machine's cores.
+    start: where the fit starts and whose peaks it keeps: a device's name, a file, or "cpu" for this machine's cores.
     All runs must have had one device. Raises ConfigError for a folder without a trace, or runs that cannot be counted.
     """
     runs = [_read(folder) for folder in folders]
