@@ -65,3 +65,19 @@ def test_a_video_prompt_has_about_its_visual_tokens() -> None:
     assert video_prompt(50, 0, VISION).grids == ()
     with pytest.raises(ValueError, match="visual_tokens"):
         video_prompt(50, 51, VISION)
+
+
+def test_a_mean_close_to_the_cap() -> None:
+    """Most responses cut: the log-normal behind them has its median over the cap."""
+    rows = [{"completions/mean_length": 58.0, "completions/max_length": 64.0}]
+    found = from_metrics(rows, 32, cap=64)
+    assert float(np.mean(found.quantiles(4000))) == pytest.approx(58.0, rel=0.01)
+    assert found.quantiles(32).max() == 64
+
+
+def test_quantiles_are_spread_as_draws_are() -> None:
+    lengths = LogNormal(100.0, 0.5, 150)
+    drawn = np.sort(lengths.draw(20_000, np.random.default_rng(0)))
+    quantiles = lengths.quantiles(100)
+    assert quantiles == pytest.approx(drawn[100::200], rel=0.05)
+    assert list(LogNormal(7.0, 0.0).quantiles(3)) == [7, 7, 7]

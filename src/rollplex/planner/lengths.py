@@ -54,7 +54,14 @@ class LogNormal:
             raise ConfigError(f"a log-normal needs a median above 0, sigma at least 0 and a cap above 0, found {self}")
 
     def draw(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        drawn = np.rint(self.median * np.exp(self.sigma * rng.standard_normal(count)))
+        return self._at(rng.standard_normal(count))
+
+    def quantiles(self, count: int) -> NDArray[np.int64]:
+        """`count` lengths that are spread as the distribution is, in rising order: its (i + 1/2) / count quantiles."""
+        return self._at(norm.ppf((np.arange(count) + 0.5) / count))
+
+    def _at(self, deviations: NDArray[np.float64]) -> NDArray[np.int64]:
+        drawn = np.rint(self.median * np.exp(self.sigma * deviations))
         return np.clip(drawn, 1, self.cap).astype(np.int64)
 
 
@@ -92,6 +99,8 @@ def from_metrics(rows: Sequence[Mapping[str, float]], responses_per_step: int, c
 
     def median_for(sigma: float) -> float:
         low, high = mean * math.exp(-sigma * sigma) / 4, mean * 8
+        while capped(high, sigma, every) < mean:  # a mean near the cap: most lengths are cut
+            high *= 8
         return float(brentq(lambda median: capped(median, sigma, every) - mean, low, high))
 
     widest = 3.0

@@ -1,7 +1,8 @@
 """What the traced steps of a run consisted of, from what its folder says: for calibrate.py. Pure.
 
 A run folder has sums by step, not the length of each prompt and response. So all prompts of a step are taken to be
-equally long, and so are its responses but for the longest one of one group:
+equally long, and its responses to be the quantiles of a log-normal with the step's mean and longest (lengths.py), dealt
+to the groups at random, since the passes of a group are padded to its longest:
 
     R = responses x completions/mean_length       response tokens
     prompt = R (1 - u) / (responses u - prompts)  with u = prefix/unique_tokens_ratio = (R + prompts x prompt) /
@@ -15,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rollplex.config import Config
 from rollplex.errors import ConfigError
 from rollplex.models.shapes import shape_of
@@ -22,6 +25,7 @@ from rollplex.planner.calibrate import Measured, TracedStep, measured_spans
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import Hardware
+from rollplex.planner.lengths import from_metrics
 from rollplex.planner.load import GroupLoad, Prompt, video_prompt
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.passes import Algorithm
@@ -107,9 +111,9 @@ def _groups(config: Config, row: Mapping[str, float], prompts: int, side: Side) 
             "above 1"
         )
     prompt = _prompt(config, max(1, round(total * (1 - unique) / left)), side)
-    lengths = max(1, round(mean))
-    longest = GroupLoad(prompt, (max(lengths, round(row[_MOST])), *[lengths] * (generations - 1)))
-    return (longest, *[GroupLoad(prompt, (lengths,) * generations)] * (prompts - 1))
+    lengths = from_metrics([row], prompts * generations, config.rollout.max_completion_length)
+    dealt = np.random.default_rng(int(row["step"])).permutation(lengths.quantiles(prompts * generations))
+    return tuple(GroupLoad(prompt, tuple(int(n) for n in of_one)) for of_one in dealt.reshape(prompts, generations))
 
 
 def _prompt(config: Config, tokens: int, side: Side) -> Prompt:
