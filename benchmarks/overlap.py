@@ -37,7 +37,7 @@ from vs_trl_arms.workload import counting_task, save_model, save_rows
 RESULTS = Path(__file__).resolve().parent / "results"
 TAIL_SHARE, TAIL_FACTOR = 0.1, 8
 UNIT_TOKENS = 256  # a prompt each at every setting: what is hidden can then be cut finely
-TWO_CORES = {"unit_tokens": UNIT_TOKENS, "decode_threads": 1, "window_threads": 1}
+TWO_CORES = {"unit_tokens": UNIT_TOKENS, "decode_threads": 1}  # the window gets the other
 STREAMED = ("ref_response", "actor_response", "prefix_backward")
 PREFIXES = ("ref_prefix", "actor_prefix")
 

@@ -25,7 +25,7 @@ from rollplex.train.prefix_book import PrefixBook
 from rollplex.types import FinishReason, Response
 
 STEPS = 5
-OPEN = {"overlap": "on", "unit_tokens": 64, "decode_threads": 1, "window_threads": 1}
+OPEN = {"overlap": "on", "unit_tokens": 64, "decode_threads": 1}
 
 
 def varied_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -329,6 +329,8 @@ def test_a_pass_that_hangs_in_the_window_is_named(tmp_path: Path, monkeypatch: p
         ({"name": "serial", "overlap": "on"}, {}, "does nothing with schedule.name serial"),
         ({}, {"unshared_prefix": "per_response"}, "does nothing with train.share_prefix on"),
         ({"decode_threads": 2, "window_threads": 1}, {}, "together more than the 2 threads of this run"),
+        ({"window_threads": 2}, {}, "together more than the 2 threads of this run"),
+        ({"window_threads": 1, "overlap": "off"}, {}, "nothing runs beside decoding"),
         ({"name": "strem"}, {}, "schedule 'strem' is unknown; needed one of serial, rollplex, stream"),
     ],
 )
@@ -356,7 +358,9 @@ def test_stream_refuses_at_the_start_what_would_not_be_exact(
 
 def test_one_thread_has_no_window(tmp_path: Path) -> None:
     one = {"output_dir": str(tmp_path), "num_threads": 1}
-    with pytest.raises(ConfigError, match=r"overlap is on, but this run has one CPU thread.*run.num_threads"):
+    with pytest.raises(
+        ConfigError, match=r"overlap is on, but decoding takes every CPU thread of this run; raise run.num"
+    ):
         Trainer(_config(tmp_path, {"overlap": "on"}, run=one))
     trainer = Trainer(_config(tmp_path, {"overlap": "auto"}, run=one))
     try:

@@ -94,8 +94,9 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     shutil.rmtree(folder / "checkpoint-2")
     train(_config(folder, *overrides, "resume_from_checkpoint=auto"))
     after, _ = _events(folder)
-    # the prompts make one unit, each pass of which has a span; decode and reward have one per prompt
-    assert len(after) == len(before) == 2 * (1 + len(PASSES) + 2 * 2)
+    # the prompts make one unit, each pass of which has a span, publish two: at the end of a step, and when the next
+    # rollout opens its engine; decode and reward have one per prompt
+    assert len(after) == len(before) == 2 * (1 + len(PASSES) + 1 + 2 * 2)
     assert [e for e in after if e["args"]["step"] == 1] == [e for e in before if e["args"]["step"] == 1]
     assert [e for e in after if e["args"]["step"] == 2] != [e for e in before if e["args"]["step"] == 2]
     (folder / "trace.jsonl").write_text("{", encoding="utf-8")

@@ -177,7 +177,8 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
     assert done.returncode == 1 and "AttributeError" in done.stderr and "no_such_section" in done.stderr
 
 
-def test_ctrl_c_ends_with_130_and_a_word_on_resuming(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_keep_the_finished_steps(tmp_path: Path, number: signal.Signals, status: int) -> None:
     process = subprocess.Popen(
         _command("train", "demo", *QUICK, "max_steps=100000", "output_dir=out"),
         cwd=tmp_path,
@@ -194,13 +195,14 @@ def test_ctrl_c_ends_with_130_and_a_word_on_resuming(tmp_path: Path) -> None:
         while not (metrics.is_file() and metrics.stat().st_size > 0):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == 130
-    assert "resume_from_checkpoint=auto" in errors and "Traceback" not in errors
+    assert process.returncode == status and "Traceback" not in errors
+    assert list((tmp_path / "out").glob("checkpoint-*"))
+    assert "resume_from_checkpoint=auto" in errors or number is signal.SIGTERM  # nobody is there to read
 
 
 def test_verify_prints_one_json_object(tmp_path: Path) -> None:

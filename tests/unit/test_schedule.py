@@ -566,3 +566,26 @@ def test_a_group_that_finds_room_later_is_prefilled_beside_those_that_decode(nam
     assert spans[Phase.PREFILL, 2] == (3.0, Lane.DECODE)  # two prefills, then group 0 decodes for 1 s
     assert spans[Phase.DECODE, 2] == (4.0, Lane.DECODE)
     assert spans[Phase.DECODE, 1] == (2.0, Lane.DECODE)
+
+
+class NeedsArguments:
+    """No schedule: it cannot be made without one."""
+
+    def __init__(self, argument: int) -> None:
+        self.argument = argument
+
+
+class Nameless:
+    """No schedule: it decides nothing."""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{__name__}:NeedsArguments", "needed a class without arguments: TypeError"),
+        (f"{__name__}:Nameless", "it has no name and no check and no ready"),
+    ],
+)
+def test_schedules_of_somebody_else_that_are_none(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule_named(name)

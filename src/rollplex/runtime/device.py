@@ -141,11 +141,12 @@ def device_lanes(device: torch.device, *, decode_threads: int | None, window_thr
             )
         return CudaLanes(device)
     total = torch.get_num_threads()
-    asked = (decode_threads or 0) + (window_threads or 0)
-    if asked > total:
+    least = max(decode_threads or 1, 1)  # decoding needs one whatever was said
+    if least + (window_threads or 0) > total:
         raise ConfigError(
-            f"schedule.decode_threads {decode_threads or 0} and schedule.window_threads {window_threads or 0} are "
-            f"together more than the {total} threads of this run; lower them, or raise run.num_threads"
+            f"decoding with {least} threads (schedule.decode_threads) and passes beside it with {window_threads or 0} "
+            f"(schedule.window_threads) are together more than the {total} threads of this run; lower them, or raise "
+            "run.num_threads"
         )
     if window_threads is None:
         window_threads = total // 2 if decode_threads is None else max(0, total - decode_threads)

@@ -94,8 +94,8 @@ class Learner:
         self.engines: Engines = engines or LocalEngines(policy, config.rollout.max_decode_rows)
         if config.schedule.overlap == "on" and not self.lanes.can_overlap:
             raise ConfigError(
-                "schedule.overlap is on, but this run has one CPU thread, which decoding needs; raise run.num_threads, "
-                "or set overlap to auto"
+                "schedule.overlap is on, but decoding takes every CPU thread of this run; raise run.num_threads, lower "
+                "schedule.decode_threads, or set overlap to auto"
             )
         self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
         self.window = WindowThread()

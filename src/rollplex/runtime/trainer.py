@@ -21,6 +21,7 @@ from rollplex.runtime.evaluate import evaluate
 from rollplex.runtime.learner import Learner, StepOutcome, check_schedule
 from rollplex.runtime.run_folder import RunFolder, refuse_other_run
 from rollplex.runtime.session import PromptFeed, Session, build_session
+from rollplex.runtime.termination import exit_on_sigterm
 from rollplex.runtime.trackers import Trackers
 from rollplex.runtime.warm_model import ensure_warm_start, kept_warm_start
 from rollplex.tasks.rewards import RewardRunner, TrainerState
@@ -257,7 +258,8 @@ class Trainer:
 def train(config: Config, *, observer: Observer | None = None) -> RunResult:
     """Train by `config` from start (or checkpoint) to end."""
     refuse_other_run(Path(config.run.output_dir), config)  # before anything slow happens
-    return Trainer(config, observer).train()
+    with exit_on_sigterm():
+        return Trainer(config, observer).train()
 
 
 def _due(step: int, every: int) -> bool:

@@ -34,4 +34,12 @@ def schedule_named(name: str) -> Schedule:
         raise ConfigError(f"schedule {name!r}: no module named {error.name!r}") from error
     except AttributeError as error:
         raise ConfigError(f"schedule {name!r}: module {module_name} has no {attribute!r}") from error
+    except Exception as error:  # somebody else's code
+        raise ConfigError(
+            f"schedule {name!r}: {module_name}:{attribute} cannot be made into a schedule, needed a class without "
+            f"arguments: {type(error).__name__}: {error}"
+        ) from error
+    missing = [part for part in ("name", "check", "ready") if not hasattr(schedule, part)]
+    if missing:
+        raise ConfigError(f"schedule {name!r}: it has no {' and no '.join(missing)} (schedule/step.py: Schedule)")
     return schedule
