@@ -24,7 +24,7 @@ from statistics import median
 import torch
 from transformers import AutoProcessor
 
-from engine_vs_generate import Sampler, engine_sampler, generate_sampler, load
+from engine_vs_generate import engine_sampler, generate_sampler, load, timed
 from rollplex.config import Config
 from rollplex.models.policy import Policy
 from rollplex.rollout.engine import RolloutEngine, SamplingParams
@@ -84,17 +84,6 @@ def check_greedy(samplers: dict[str, Callable[[SamplingParams], list[list[int]]]
     for name, tokens in found.items():
         if tokens != found["engine"]:
             raise UnequalWorkError(f"greedy outputs of {name} and engine differ: {tokens} and {found['engine']}")
-
-
-def timed(sampler: Sampler, setting: Setting) -> float:
-    """Seconds of one rollout; raises UnequalWorkError when a response has not exactly the stated length."""
-    start = time.monotonic()
-    responses = sampler()
-    seconds = time.monotonic() - start
-    lengths = {len(response) for response in responses}
-    if len(responses) != setting.prompts * setting.responses or lengths != {setting.tokens}:
-        raise UnequalWorkError(f"{len(responses)} responses with lengths {sorted(lengths)}, not as stated")
-    return seconds
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from published_models import QWEN_32B
 from rollplex.models.shapes import shape_from_hf
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.decoding import Rows
@@ -117,18 +118,6 @@ def rolloutpipe_rows() -> list[dict[str, float | str]]:
     return rows
 
 
-QWEN_32B = {
-    "model_type": "qwen2_5_vl",
-    "text_config": {
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-    },
-    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 5120},
-}
 # Rollplex says only the ends: median prompts of 470 to 5,900 tokens that are 79 to 98 % of a sequence. Two more lie
 # evenly between on a logarithmic axis; a response's median follows from the share.
 WORKLOADS = {"shortest": (470, 0.79), "second": (1090, 0.90), "third": (2540, 0.95), "longest": (5900, 0.98)}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from published_models import QWEN_32B
 from rollplex.errors import ConfigError
 from rollplex.models.shapes import ModelShape, shape_from_hf
 from rollplex.planner.bounds import stages
@@ -26,18 +27,6 @@ from rollplex.schedule.serial import Serial
 from rollplex.schedule.spec import Phase, PrefixMode, StepSpec, Task
 from rollplex.schedule.step import Limits, run_step
 
-QWEN_32B: dict[str, Any] = {
-    "model_type": "qwen2_5_vl",
-    "text_config": {
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-    },
-    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 5120},
-}
 IDEAL = Efficiency(matmul=1.0, attention=1.0, memory=1.0, link=1.0, kernel_s=0.0, decode_step_s=0.0)
 
 

@@ -21,7 +21,7 @@ from rollplex.rollout.engines import Engines
 from rollplex.runtime.collect import Collector, PendingGroup, RawGroup, Rollout
 from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.runtime.units import Unit
-from rollplex.schedule.spec import Phase, PrefixMode, StepSpec, Task
+from rollplex.schedule.spec import AdvantageScope, Phase, PrefixMode, StepSpec, Task
 from rollplex.schedule.spec_from_config import prefix_mode
 from rollplex.tasks.rewards import TrainerState
 from rollplex.train.advantage import Advantages, compute_advantages, estimator_of
@@ -32,7 +32,7 @@ from rollplex.train.metric_sums import MetricSums
 from rollplex.train.microbatch import counts_in_loss
 from rollplex.train.optimizer import OptimizerStep
 from rollplex.train.prefix_book import PackUse
-from rollplex.train.update import FrozenLogps, PassResult, Updater, update_metrics
+from rollplex.train.update import FrozenLogps, Logps, PassResult, Updater, update_metrics
 from rollplex.types import Group, ScoredGroup
 
 
@@ -256,15 +256,14 @@ class StepTasks:
 
     def _ref_response(self, unit: int) -> None:
         """Log-probs under weights that do not move: old ones where wanted, and the reference's."""
-        groups = [self._sampled(rollout_id) for rollout_id in self.units[unit].rollout_ids]
         held = self._prefixes[unit]
         if self.updater.needs_old:
-            self._old |= self.updater.score(self.policy, groups, self._uses(held.actor, unit))
+            self._old |= self._score(self.policy, unit, held.actor)
             if held.actor is not None and unit not in self._current().spec.learning:  # stale when its turn comes
                 held.actor.pack.release()
                 held.actor = None
         if self.updater.reference is not None:
-            self._ref |= self.updater.score(self.updater.reference.policy, groups, self._uses(held.reference, unit))
+            self._ref |= self._score(self.updater.reference.policy, unit, held.reference)
             if held.reference is not None:
                 held.reference.pack.release()
                 held.reference = None
@@ -274,14 +273,13 @@ class StepTasks:
         if step.totals is None:
             self._fix_totals(step)
         assert step.totals is not None  # just set
-        groups = self._scored_of(unit)
-        uses = self._uses(self._prefixes[unit].actor, unit)
-        use = None if uses is None else uses[0]
-        step.results += self.updater.respond(use, groups, self._frozen(), step.totals)
+        use = self._checked(self._prefixes[unit].actor, unit)
+        step.results += self.updater.respond(use, self._scored_of(unit), self._frozen(), step.totals)
 
     def _prefix_backward(self, unit: int) -> None:
-        for use in self._uses(self._prefixes[unit].actor, unit) or ():
-            self.updater.push_prefix(use, self._scored_of(unit))
+        use = self._checked(self._prefixes[unit].actor, unit)
+        assert use is not None  # whole sequences have no such task
+        self.updater.push_prefix(use, self._scored_of(unit))
         self._prefixes[unit].actor = None
 
     def _optimizer(self) -> None:
@@ -323,13 +321,16 @@ class StepTasks:
             held.rollout.pack.release()
         held.rollout = None
 
-    def _uses(self, use: PackUse | None, unit: int) -> list[PackUse] | None:
-        """What response passes of a unit read; None: whole sequences."""
-        if self.mode is PrefixMode.WHOLE:
-            return None
-        if use is None:
+    def _checked(self, use: PackUse | None, unit: int) -> PackUse | None:
+        """What response passes of a unit read; None: whole sequences. Raises StateError where a pack is wanted."""
+        if self.mode is not PrefixMode.WHOLE and use is None:
             raise StateError(f"no prefix was computed for rollout ids {self.units[unit].rollout_ids}")
-        return [use]
+        return use
+
+    def _score(self, policy: Policy, unit: int, use: PackUse | None) -> Logps:
+        groups = [self._sampled(rollout_id) for rollout_id in self.units[unit].rollout_ids]
+        checked = self._checked(use, unit)
+        return self.updater.score(policy, groups, None if checked is None else [checked])
 
     def _is_sampled(self, rollout_id: int) -> bool:
         return rollout_id in self.raw or rollout_id in self._pending[self._unit_of[rollout_id]]
@@ -351,8 +352,7 @@ class StepTasks:
         """The unit's groups with advantages: from their own rewards, or from all where the batch decides."""
         ids = self.units[unit].rollout_ids
         if ids[0] not in self._scored:
-            algorithm = self.config.algorithm
-            by_batch = algorithm.loss_type == "reinforce_pp" or algorithm.scale_rewards == "batch"
+            by_batch = self._current().spec.advantage is AdvantageScope.BATCH
             raw = self.groups() if by_batch else [self.raw[rollout_id] for rollout_id in ids]
             self._scored |= {s.group.rollout_id: s for s in self.scored(raw, self.advantages(raw))}
         return [self._scored[rollout_id] for rollout_id in ids]

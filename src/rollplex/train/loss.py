@@ -15,6 +15,7 @@ import torch
 
 from rollplex.config import AlgorithmConfig
 from rollplex.errors import ConfigError
+from rollplex.schedule.stream import SCALES, Scale
 from rollplex.train.kl import KlEstimator, token_kl
 from rollplex.train.metric_sums import MetricSums
 
@@ -92,8 +93,7 @@ class LossTotals:
 
     def deferred_scale(self, loss_type: LossType) -> float:
         """The factor that a loss computed with `deferred` lacks, once these totals are known."""
-        by_tokens = loss_type in ("bnpo", "reinforce_pp", "dapo", "cispo")
-        return 1.0 / max(self.num_tokens, 1) if by_tokens else 1.0
+        return 1.0 / max(self.num_tokens, 1) if SCALES[loss_type] is Scale.AT_END else 1.0
 
 
 @dataclass(frozen=True, slots=True)
