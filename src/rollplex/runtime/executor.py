@@ -134,9 +134,11 @@ class InProcessExecutor:
         elif task.phase is Phase.REWARD:
             self._rewarding.add(_group(task))
             self._bodies.begin_reward(_group(task), lambda: self._news.put(None))
-        elif launch.lane is Lane.WINDOW:
+        elif launch.lane is Lane.WINDOW and self._decoding:
             self._deadlines_s[task] = time.monotonic() + self._pass_timeout_s
             self._passes[task] = self._window.submit(lambda: self._pass(task))
+        elif launch.lane is Lane.WINDOW:  # beside groups whose ends the schedule is yet to hear of: nothing decodes
+            self._inline.append(Launch(task, Lane.MAIN))
         else:
             self._inline.append(launch)
 

@@ -15,8 +15,8 @@ from typing import Literal
 Mode = Literal["off", "on", "auto"]
 
 PROBES = 3  # steps with the window open, and as many with it closed, before the first decision
-KEPT = 8  # newest samples per side that a decision looks at
-LOOK_AGAIN = 25  # steps after which the other side is tried once more
+KEPT = 5  # newest samples per side that a decision looks at: those of one look are most of them
+LOOK_AGAIN = 50  # steps after which the other side is tried for PROBES steps once more
 MARGIN = 0.01  # share by which open must be faster: a window that gains nothing costs memory
 
 
@@ -41,7 +41,7 @@ class OverlapControl:
     """Opens or closes the window for the next step (`window_open`) from what the steps before took (`record`).
 
     mode auto: alternates until both sides have PROBES samples (the first step, which also warms up caches, is not one),
-    then takes the faster side by medians, and tries the other one once every LOOK_AGAIN steps.
+    then takes the faster side by medians, and tries the other one for PROBES steps every LOOK_AGAIN steps.
 
     Example: OverlapControl("off").window_open is False
     """
@@ -63,7 +63,7 @@ class OverlapControl:
             return True
         if self.chosen is None:
             return len(self._samples[True]) <= len(self._samples[False])
-        return self.chosen != (self.steps % LOOK_AGAIN == 0)
+        return self.chosen != (self.steps % LOOK_AGAIN < PROBES)
 
     def record(self, sample: StepSample) -> str | None:
         """Take in a finished step; a sentence for the log when it changed the decision."""
