@@ -266,6 +266,9 @@ class RunConfig(Section):
     trace_steps: tuple[int, ...] = Field(
         (), description="Steps, counted from 1, whose spans go to trace.json, for https://ui.perfetto.dev."
     )
+    memory_steps: tuple[int, ...] = Field(
+        (), description="Steps whose allocations are counted: planned against measured bytes in memory.jsonl."
+    )
 
 
 class Config(Section):

@@ -29,6 +29,11 @@ class MemoryConfig(Section):
         True, description="Share out activations between norms too among the ranks of training's tensor parallelism."
     )
     shard_optimizer: bool = Field(True, description="Divide optimizer state among the training replicas.")
+    kernels: Literal["eager", "fused"] = Field(
+        "eager",
+        description="What a layer saves for its backward: eager, as the modules that this package runs do; fused, as "
+        "norms, attention and SwiGLU of Megatron or vLLM do.",
+    )
     visual_share: float = Field(
         1.0, ge=0, le=1, description="Part of a prompt's tokens that the vision tower makes; 1 is the most."
     )

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.memory.contract import MAX_LOGIT_ELEMENTS, Hardware, StepShape, step_records
+from rollplex.memory.contract import MAX_LOGIT_ELEMENTS, VISION_CACHE_BYTES, step_records
 from rollplex.memory.plan import plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import MemoryRecord, Policy
+from rollplex.memory.step_shape import Hardware, StepShape
 from rollplex.memory.timeline import ROLLPLEX, SERIAL, STREAM, Timeline
-from rollplex.models import logprobs
+from rollplex.models import logprobs, policy
 from rollplex.planner.memory import memory_lines, memory_section, step_shape
 from rollplex.recipes.load import load_config
 from rollplex.recipes.packaged import packaged_recipe
@@ -179,7 +180,8 @@ def test_equal_layouts_rebuild_nothing() -> None:
     assert set(record.choices[1].held.values()) == {0}
 
 
-def test_logit_chunk_is_that_of_the_code() -> None:
+def test_limits_are_those_of_the_code() -> None:
+    assert VISION_CACHE_BYTES == policy.VISION_CACHE_BYTES
     assert MAX_LOGIT_ELEMENTS == logprobs.MAX_LOGIT_ELEMENTS
 
 

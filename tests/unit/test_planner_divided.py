@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollplex.memory.contract import Hardware, StepShape, step_records
+from rollplex.memory.contract import step_records
 from rollplex.memory.records import MemoryRecord
+from rollplex.memory.step_shape import Hardware, StepShape
 from rollplex.memory.timeline import TIMELINES
 from rollplex.models.shapes import ModelShape, shape_from_hf
 from rollplex.planner.divided import divided

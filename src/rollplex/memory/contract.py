@@ -9,82 +9,24 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
 from rollplex.memory import model_bytes
 from rollplex.memory.records import Choice, MemoryRecord, ObjectClass, Policy
+from rollplex.memory.step_shape import Hardware, StepShape
 from rollplex.memory.timeline import Timeline
-from rollplex.models.shapes import ModelShape
 from rollplex.schedule.spec import Phase
 
 # Logits that models/logprobs.py holds at once, in elements (a test keeps the two equal), in fp32.
 MAX_LOGIT_ELEMENTS = 1 << 24
+# Features that models/policy.py keeps of a tower that stands still, in bytes (the same test).
+VISION_CACHE_BYTES = 1 << 30
 # Tokens that an engine prefills at once: vLLM's default max_num_batched_tokens on large devices.
 _PREFILL_TOKENS = 8192
 # Megatron-Core's gradient bucket: max(40e6, 1e6 x DP) elements.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
 _TRAINING = (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD, Phase.OPTIMIZER)
+_PREFIXES = (Phase.PREFILL, Phase.REF_PREFIX, Phase.ACTOR_PREFIX)
 _EVERY = tuple(Phase)
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What moving and recomputing cost, in bytes and operations per second."""
-
-    host_link: float  # between device and host memory, each way
-    device_memory: float
-    flops: float  # reached in matrix products, not the data sheet's peak
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What one step consists of. Lengths are the longest, so that the plan holds for every batch."""
-
-    model: ModelShape
-    dtype_bytes: int
-    devices: int
-    train_tp: int
-    rollout_tp: int
-    prompts: int  # of one rollout, all devices together
-    generations: int
-    prompt_tokens: int
-    visual_tokens: int  # of one prompt's
-    response_tokens: int
-    micro_batch_tokens: int
-    activations: Literal["graph", "checkpoint", "recompute"]
-    reference: bool
-    vision_trained: bool
-    separate_engine: bool  # the rollout engine has weights of its own unless they are shared
-    layouts_differ: bool  # training and rollout order q, k, v differently
-    sequence_parallel: bool
-    shard_optimizer: bool
-    stream_chunk_bytes: int
-
-    @property
-    def data_parallel(self) -> int:
-        """Training replicas."""
-        return self.devices // self.train_tp
-
-    @property
-    def train_prompts(self) -> int:
-        """Prompts of the fullest training replica; a group stays on one."""
-        return ceil(self.prompts / self.data_parallel)
-
-    @property
-    def rollout_prompts(self) -> int:
-        """Prompts of the fullest rollout engine."""
-        return ceil(self.prompts / (self.devices // self.rollout_tp))
-
-    @property
-    def pack_prompts(self) -> int:
-        """Prompts that one prefix pass takes: as many as the token budget holds, one at least."""
-        return min(self.train_prompts, max(1, self.micro_batch_tokens // self.prompt_tokens))
-
-    @property
-    def response_batch(self) -> int:
-        """Response tokens of one micro-batch: whole responses within the budget, one at least, of one pack."""
-        responses = max(1, self.micro_batch_tokens // self.response_tokens)
-        return min(responses, self.pack_prompts * self.generations) * self.response_tokens
 
 
 def step_records(shape: StepShape, hardware: Hardware, timeline: Timeline) -> tuple[MemoryRecord, ...]:
@@ -127,7 +69,18 @@ class _Builder:
             )
             formula = f"{held['training']} parameters at TP{shape.train_tp} x {shape.dtype_bytes}"
             records.append(self._lasting("reference weights", training, ObjectClass.PERMANENT, uses, formula, offload))
-        return records
+        return [*records, self._cached_vision()]
+
+    def _cached_vision(self) -> MemoryRecord:
+        """Features of towers that stand still; without the cache every prompt is encoded in each step."""
+        shape, tower = self.shape, model_bytes.rank_parameters(self.shape.model, 1).vision
+        patches = shape.train_prompts * shape.visual_tokens * shape.model.vision.spatial_merge_size**2
+        again = Choice(
+            Policy.RECOMPUTE, dict.fromkeys(_PREFIXES, 0), 2 * tower * patches / self.hardware.flops, "no cache"
+        )
+        formula = "features of prompts seen before, dropped beyond a limit"
+        name = "cached vision features"
+        return self._lasting(name, shape.cached_vision_bytes, ObjectClass.SNAPSHOT, _PREFIXES, formula, again)
 
     def _second_layout(self, side: str, degree: int) -> MemoryRecord:
         """The same weights in the other layout: a second copy, or views plus the q, k, v that no view can show
@@ -177,28 +130,50 @@ class _Builder:
         )
         local = {Phase.PREFIX_BACKWARD: bucket if shape.data_parallel > 1 else 0}
         return [
-            self._lasting("gradients", gradients, ObjectClass.PHASE_LOCAL, uses, formulas[0], dropped),
+            # This process drops them anyway; others may keep their buffers.
+            self._local(
+                "gradients", {**dropped.held, Phase.ACTOR_RESPONSE: self._early_gradients(gradients)}, formulas[0]
+            )
+            if shape.local_engine
+            else self._lasting("gradients", gradients, ObjectClass.PHASE_LOCAL, uses, formulas[0], dropped),
             self._lasting(
                 "optimizer state", state, ObjectClass.PERMANENT, (Phase.OPTIMIZER,), formulas[1], offload, stream
             ),
             self._local("gradient reduction bucket", local, formulas[2]),
         ]
 
+    def _early_gradients(self, nbytes: int) -> int:
+        """What gradients add at the fullest moment of the response passes of this process. The first micro-batch finds
+        none; where it is its pack's only one, the next pack finds all of them and one pack's activations gone, and at
+        the end of a backward they stand where its activations stood."""
+        shape = self.shape
+        act = shape.activations_of(shape.train_tp, sequence_parallel=shape.sequence_parallel)
+        if shape.pack_prompts * shape.generations * shape.response_tokens > shape.response_batch:
+            return nbytes
+        freed = act.decoder(shape.response_batch, prefix=False)
+        if shape.pack_prompts < shape.train_prompts:
+            pack, visual = shape.pack_prompts * shape.prompt_tokens, shape.pack_prompts * shape.visual_tokens
+            graph = act.decoder(pack, prefix=True) + self._tower(act, visual) if shape.activations == "graph" else 0
+            freed = min(freed, graph)
+        return max(0, nbytes - freed)
+
     def rollout(self) -> list[MemoryRecord]:
         """What the engine needs beside its weights."""
         shape = self.shape
         per_token = model_bytes.kv_bytes_per_token(shape.model, shape.dtype_bytes, shape.rollout_tp)
         tokens = shape.rollout_prompts * (shape.prompt_tokens + shape.generations * shape.response_tokens)
-        uses = (Phase.PREFILL, Phase.DECODE)
-        released = Choice(Policy.DISCARD, self._span(uses, tokens * per_token), detail="released when decoding ends")
-        act = model_bytes.Activations(shape.model, shape.dtype_bytes, shape.rollout_tp, sequence_parallel=False)
-        prefill = min(_PREFILL_TOKENS, shape.rollout_prompts * shape.prompt_tokens)
-        visual = ceil(prefill * shape.visual_tokens / shape.prompt_tokens)
-        layer = max(act.layer(prefill), act.vision(visual) // shape.model.vision.depth)
         cached = (
             f"{shape.rollout_prompts} prompts x ({shape.prompt_tokens} + {shape.generations} x "
             f"{shape.response_tokens}) tokens x {per_token} bytes at TP{shape.rollout_tp}"
         )
+        if shape.local_engine:
+            return self._local_rollout(tokens * per_token, cached)
+        uses = (Phase.PREFILL, Phase.DECODE)
+        released = Choice(Policy.DISCARD, self._span(uses, tokens * per_token), detail="released when decoding ends")
+        act = shape.activations_of(shape.rollout_tp, sequence_parallel=False)
+        prefill = min(_PREFILL_TOKENS, shape.rollout_prompts * shape.prompt_tokens)
+        visual = ceil(prefill * shape.visual_tokens / shape.prompt_tokens)
+        layer = max(act.working(prefill), act.vision(visual) // shape.model.vision.depth)
         return [
             self._lasting("rollout KV cache", tokens * per_token, ObjectClass.PHASE_LOCAL, uses, cached, released),
             self._local(
@@ -208,23 +183,36 @@ class _Builder:
             ),
         ]
 
+    def _local_rollout(self, cache: int, formula: str) -> list[MemoryRecord]:
+        """The local engine stacks the prompts' keys and values when it begins to decode and drops all when it ends.
+        Sampling takes the logits, filtered, and their softmax and its sums in fp64 (rollout/sampling.py)."""
+        shape = self.shape
+        rows = shape.rollout_prompts * shape.generations
+        sampling = rows * shape.model.text.vocab_size * (2 * shape.dtype_bytes + 3 * 8)
+        return [
+            self._local("rollout KV cache", {Phase.DECODE: cache}, formula),
+            self._local("sampling", {Phase.DECODE: sampling}, f"{rows} rows x vocabulary x (2 e + 3 x 8)"),
+        ]
+
     def boundary(self) -> list[MemoryRecord]:
         """Keys, values and last hidden states between the prefix passes and the responses, and their gradients."""
         shape = self.shape
         prompt = shape.prompt_tokens * model_bytes.kv_bytes_per_token(shape.model, shape.dtype_bytes, shape.train_tp)
         prompt += shape.model.text.hidden_size * shape.dtype_bytes
-        nbytes = shape.train_prompts * prompt
-        formula = f"{shape.train_prompts} prompts x (K, V of {shape.prompt_tokens} tokens at TP{shape.train_tp} + h)"
+        # In this process a serial step scores one pack after another, each prefix and its responses together.
+        scored = shape.pack_prompts if shape.local_engine and self.timeline.name == "serial" else shape.train_prompts
         records = []
-        for who, uses in (
-            ("reference", (Phase.REF_PREFIX, Phase.REF_RESPONSE)),
-            ("actor", (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)),
+        for who, prompts, uses in (
+            ("reference", scored, (Phase.REF_PREFIX, Phase.REF_RESPONSE)),
+            ("actor", shape.train_prompts, (shape.prefix_producer, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)),
         ):
             if who == "reference" and not shape.reference:
                 continue
+            nbytes = prompts * prompt
+            formula = f"{prompts} prompts x (K, V of {shape.prompt_tokens} tokens at TP{shape.train_tp} + h)"
             others: tuple[Choice, ...] = ()
             visits = self.timeline.visits(uses, lasting=False)
-            if visits > 1:
+            if visits > 1 and not shape.local_engine:  # the units of one process follow each other too closely
                 seconds = 2 * (visits - 1) * nbytes / self.hardware.host_link
                 others = (Choice(Policy.OFFLOAD, self._around(uses, nbytes), seconds, "pinned host memory", nbytes),)
             keep = Choice(Policy.KEEP, self._span(uses, nbytes))
@@ -241,11 +229,11 @@ class _Builder:
     def passes(self) -> list[MemoryRecord]:
         """What the prefix and response passes keep for their backward, and what one layer needs while it runs."""
         shape = self.shape
-        act = model_bytes.Activations(shape.model, shape.dtype_bytes, shape.train_tp, shape.sequence_parallel)
+        act = shape.activations_of(shape.train_tp, sequence_parallel=shape.sequence_parallel)
         pack, batch = shape.pack_prompts * shape.prompt_tokens, shape.response_batch
-        layer = max(act.layer(pack), act.vision(shape.pack_prompts * shape.visual_tokens) // shape.model.vision.depth)
-        batch_layer = act.layer(batch)
-        working = {Phase.ACTOR_PREFIX: layer, Phase.ACTOR_RESPONSE: batch_layer, Phase.PREFIX_BACKWARD: layer}
+        layer = max(act.working(pack), act.vision(shape.pack_prompts * shape.visual_tokens) // shape.model.vision.depth)
+        batch_layer = act.working(batch)
+        working = {shape.prefix_producer: layer, Phase.ACTOR_RESPONSE: batch_layer, Phase.PREFIX_BACKWARD: layer}
         if shape.reference:
             working |= {Phase.REF_PREFIX: layer, Phase.REF_RESPONSE: batch_layer}
         text = shape.model.text
@@ -263,7 +251,7 @@ class _Builder:
             self._prefix_activations(act),
             self._local(
                 "response activations",
-                {Phase.ACTOR_RESPONSE: act.decoder(batch, prefix=False) + 2 * act.layer_input(batch)},
+                {Phase.ACTOR_RESPONSE: act.decoder(batch, prefix=False) + act.final(batch)},
                 f"{text.num_layers} layers of one micro-batch of {batch} tokens, and its final norm",
             ),
             self._local("logits", scoring, f"3 x {rows} rows x vocabulary x {wide}, and the head's gradient"),
@@ -280,13 +268,17 @@ class _Builder:
         text = shape.model.text
         tokens, visual = shape.train_prompts * shape.prompt_tokens, shape.train_prompts * shape.visual_tokens
         pack, pack_visual = shape.pack_prompts * shape.prompt_tokens, shape.pack_prompts * shape.visual_tokens
-        uses = (Phase.ACTOR_PREFIX, Phase.PREFIX_BACKWARD)
-        kv = model_bytes.kv_bytes_per_token(shape.model, shape.dtype_bytes, shape.train_tp)
-        # Keys and values that the graph saves are the boundary's own storage.
-        graph = act.decoder(tokens, prefix=True) + act.vision(visual) - tokens * kv
+        uses = (shape.prefix_producer, Phase.PREFIX_BACKWARD)
+        kv = (
+            0
+            if shape.kernels == "eager"
+            else model_bytes.kv_bytes_per_token(shape.model, shape.dtype_bytes, shape.train_tp)
+        )
+        # Keys and values that the graph saves (fused) are the boundary's own storage.
+        graph = act.decoder(tokens, prefix=True) + self._tower(act, visual) - tokens * kv
         inputs = text.num_layers * act.layer_input(tokens) + act.layer_input(visual)
-        again = max(act.layer(pack), act.vision(pack_visual))
-        pack_graph = act.decoder(pack, prefix=True) + act.vision(pack_visual)
+        again = max(act.layer(pack, prefix=True), self._tower(act, pack_visual))
+        pack_graph = act.decoder(pack, prefix=True) + self._tower(act, pack_visual)
         pack_inputs = text.num_layers * act.layer_input(pack) + act.layer_input(pack_visual)
         flops = model_bytes.prefix_flops(shape.model, shape.prompt_tokens, shape.visual_tokens)
         once = shape.train_prompts * flops / shape.train_tp / self.hardware.flops
@@ -302,13 +294,18 @@ class _Builder:
         choices = [Choice(Policy.KEEP, held, detail=shape.activations)]
         if shape.activations == "graph":
             choices.append(Choice(Policy.RECOMPUTE, checkpoint, redo, "checkpoint"))
-        if shape.activations != "recompute":
+        if shape.activations != "recompute" and not shape.local_engine:
             away = {uses[0]: 2 * act.layer_input(pack), uses[1]: pack_inputs + again}
             choices.append(
                 Choice(Policy.OFFLOAD, away, moved, "checkpoint, layer inputs in pinned host memory", inputs)
             )
+        if shape.activations != "recompute":
             choices.append(Choice(Policy.RECOMPUTE, ways["recompute"][1], redo, "recompute"))
         return MemoryRecord("prefix activations", nbytes, ObjectClass.PHASE_LOCAL, uses, False, tuple(choices), formula)
+
+    def _tower(self, act: model_bytes.Activations, visual_tokens: int) -> int:
+        """What the vision tower saves: a frozen one nothing."""
+        return act.vision(visual_tokens) if self.shape.vision_trained else 0
 
     def _lasting(  # noqa: PLR0913, PLR0917 - the fields of a record
         self, name: str, nbytes: int, kind: ObjectClass, uses: tuple[Phase, ...], formula: str, *others: Choice

@@ -1,9 +1,13 @@
 """What one model holds, in parameters and in bytes per token, counted from its sizes.
 
 Letters: H hidden size, A = heads x head_dim, K = KV heads x head_dim, I MLP width, L layers, V vocabulary, e bytes per
-number, t tensor-parallel degree. Kernels are taken to be fused: a norm saves its input, attention saves q, k, v, its
-output and one fp32 log-sum-exp per head, and reads grouped KV heads unrepeated; SwiGLU saves gate and up. With sequence
-parallelism what lies between two norms is sharded by t too, and gathered again where the backward needs it.
+number, w bytes per number in which norms compute (4, or 8 in fp64), t tensor-parallel degree. Attention saves q, k, v,
+its output and one fp32 log-sum-exp per head. Two kinds of kernels:
+- fused (Megatron, vLLM): a norm saves its input and output; SwiGLU gate, up and their product; grouped KV heads are
+  read unrepeated.
+- eager (transformers' modules, which this package runs): RMSNorm also saves its input in w bytes and the normed values,
+  SwiGLU the activated gate, and the causal attention of a prefix reads each KV head once per query head.
+With sequence parallelism what lies between two norms is sharded by t too, and gathered where the backward needs it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
+from typing import Literal
 
 from rollplex.models.shapes import ModelShape
 from rollplex.models.shard_plan import Kind, shard_plan
@@ -61,54 +66,101 @@ class Activations:
     dtype_bytes: int
     degree: int
     sequence_parallel: bool
+    kernels: Literal["eager", "fused"] = "fused"
+
+    @property
+    def _eager(self) -> bool:
+        return self.kernels == "eager"
 
     def _sequence(self, numbers: float) -> float:
         """Bytes of numbers between two norms: each rank has all of them, or its share of the sequence."""
         return numbers * self.dtype_bytes / (self.degree if self.sequence_parallel else 1)
 
+    @property
+    def _wide(self) -> int:
+        return max(4, self.dtype_bytes)
+
+    @property
+    def _norm(self) -> float:
+        """Numbers of e bytes per element of an RMSNorm: input and output; eager: input in w bytes, normed, output."""
+        return self._wide / self.dtype_bytes + 2 if self._eager else 2
+
+    @property
+    def _head_norms(self) -> float:
+        """Bytes of a token for Qwen3's eager norms of q and k in one layer; their output is rotated, not saved."""
+        if not self._eager or self.shape.family != "qwen3_vl":
+            return 0.0
+        text = self.shape.text
+        heads = (text.num_heads + text.num_kv_heads) / self.degree
+        return heads * ((self._norm - 1) * text.head_dim * self.dtype_bytes + self._wide)
+
     def layer_input(self, tokens: int) -> int:
         """The input of one decoder layer: H e, sharded with sequence parallelism."""
         return ceil(tokens * self._sequence(self.shape.text.hidden_size))
 
-    def layer(self, tokens: int) -> int:
-        """One whole decoder layer: inputs and outputs of its two norms 4H; q and the attention's output 2A, k and v 2K,
-        gate, up and their product 3I, all /t; and an fp32 log-sum-exp per head."""
+    def final(self, tokens: int) -> int:
+        """The final norm of a response pass."""
+        return ceil(tokens * self._sequence(self._norm * self.shape.text.hidden_size))
+
+    def layer(self, tokens: int, *, prefix: bool = False) -> int:
+        """One whole decoder layer: its two norms; q, k, v and the attention's output 2A + 2K (eager prefix: 4A), the
+        MLP's 3I (eager: 4I), all /t; an fp32 log-sum-exp per head. Eager also w bytes per norm, and Qwen3's norms of
+        q and k."""
+        text, width = self.shape.text, _width(self.shape)
+        kv = kv_bytes_per_token(self.shape, self.dtype_bytes, self.degree) / text.num_layers
+        attention = 2 * width * self.dtype_bytes / self.degree + kv
+        norms = self._sequence(2 * self._norm * text.hidden_size)
+        if self._eager:
+            norms += 2 * self._wide
+            if prefix:
+                attention = 4 * width * self.dtype_bytes / self.degree
+            attention += self._head_norms
+        mlp = (4 if self._eager else 3) * text.intermediate_size * self.dtype_bytes / self.degree
+        return ceil(tokens * (norms + attention + mlp + _LSE_BYTES * text.num_heads / self.degree))
+
+    def working(self, tokens: int) -> int:
+        """What one layer needs at once beside what is saved: fused, a layer run again; eager, the MLP's 3I and the
+        residual's 2H of a pass without a graph, about the gradients of the same of one with."""
+        if not self._eager:
+            return self.layer(tokens)
         text = self.shape.text
-        sharded = 2 * _width(self.shape) + 3 * text.intermediate_size
-        return ceil(
-            tokens
-            * (
-                self._sequence(4 * text.hidden_size)
-                + sharded * self.dtype_bytes / self.degree
-                + kv_bytes_per_token(self.shape, self.dtype_bytes, self.degree) / text.num_layers
-                + _LSE_BYTES * text.num_heads / self.degree
-            )
-        )
+        return ceil(tokens * (3 * text.intermediate_size / self.degree + 2 * text.hidden_size) * self.dtype_bytes)
 
     def decoder(self, tokens: int, *, prefix: bool) -> int:
         """All decoder layers. On a prefix the last one stops at its keys and values (models/prefix.py): it saves its
-        norm's input and output, q, k and v."""
-        if not prefix:
-            return self.shape.text.num_layers * self.layer(tokens)
+        norms and, fused, q; keys and values are counted too, except eager ones, which live on as the boundary alone."""
         text = self.shape.text
-        last = tokens * (
-            self._sequence(2 * text.hidden_size)
-            + _width(self.shape) * self.dtype_bytes / self.degree
-            + kv_bytes_per_token(self.shape, self.dtype_bytes, self.degree) / text.num_layers
-        )
-        return (text.num_layers - 1) * self.layer(tokens) + ceil(last)
+        rotary = tokens * text.head_dim * self.dtype_bytes if self._eager else 0  # sines and cosines, once for all
+        if not prefix:
+            return text.num_layers * self.layer(tokens) + rotary
+        last = self._sequence(self._norm * text.hidden_size) + self._head_norms
+        if not self._eager:
+            kv = kv_bytes_per_token(self.shape, self.dtype_bytes, self.degree) / text.num_layers
+            last += _width(self.shape) * self.dtype_bytes / self.degree + kv
+        return (text.num_layers - 1) * self.layer(tokens, prefix=True) + ceil(tokens * last) + rotary
 
     def vision(self, visual_tokens: int) -> int:
-        """The vision tower and its merger. Each rank holds the tower whole and encodes its share of the frames.
+        """The vision tower and its mergers. Each rank holds the tower whole and encodes its share of the frames.
 
         A token is m^2 patches; a block saves for each what a decoder layer does, with A = K = H and an MLP of three
-        matrices, or two (Qwen3); the merger saves its normed input and its activation's input and output.
+        matrices, or two (Qwen3, whose norms are LayerNorms: input and output); the merger saves its normed input and
+        its activation's input and output. Eager: q, k and v stay as one projection beside the rotated q and k, the
+        attention's output is copied (7H), the pixels of a pack are copied, each merger saves its norm as well.
         """
-        vision = self.shape.vision
-        mlp = (2 if self.shape.family == "qwen3_vl" else 3) * vision.intermediate_size
-        block = (8 * vision.hidden_size + mlp) * self.dtype_bytes + _LSE_BYTES * vision.num_heads
+        vision, qwen3 = self.shape.vision, self.shape.family == "qwen3_vl"
         patches = ceil(visual_tokens / self.degree) * vision.spatial_merge_size**2
-        return patches * (vision.depth * block + 3 * vision.hidden_size * self.dtype_bytes)
+        if not self._eager:
+            mlp = (2 if qwen3 else 3) * vision.intermediate_size
+            block = (8 * vision.hidden_size + mlp) * self.dtype_bytes + _LSE_BYTES * vision.num_heads
+            return patches * (vision.depth * block + 3 * vision.hidden_size * self.dtype_bytes)
+        norm = 2 if qwen3 else self._norm
+        mlp = (2 if qwen3 else 4) * vision.intermediate_size
+        numbers = vision.depth * ((2 * norm + 7) * vision.hidden_size + mlp)
+        numbers += (1 + len(vision.deepstack_layers)) * (norm + 2) * vision.hidden_size
+        numbers += vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        statistics = vision.depth * (_LSE_BYTES * vision.num_heads + (4 if qwen3 else 2) * self._wide)
+        rotary = 2 * 4 * vision.hidden_size // vision.num_heads
+        return ceil(patches * (numbers * self.dtype_bytes + statistics + rotary))
 
 
 def prefix_flops(shape: ModelShape, prompt_tokens: int, visual_tokens: int) -> float:

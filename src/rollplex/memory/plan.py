@@ -75,8 +75,8 @@ def plan_memory(records: Sequence[MemoryRecord], timeline: Timeline, cap_bytes: 
     if plan is None:
         least = smallest_cap(records, timeline)
         raise ConfigError(
-            f"no memory plan fits into {cap_bytes / 2**30:.2f} GiB: the smallest cap that works is "
-            f"{least.cap_bytes / 2**30:.2f} GiB ({least.cap_bytes} bytes), where {' and '.join(least.binding)} "
+            f"no memory plan fits into {_gib(cap_bytes)} GiB: the smallest cap that works is "
+            f"{_gib(least.cap_bytes)} GiB ({least.cap_bytes} bytes), where {' and '.join(least.binding)} "
             f"{'binds' if len(least.binding) == 1 else 'bind'}; raise memory.cap_gib, lower train.micro_batch_tokens "
             "or rollout.prompts_per_step, or spread over more devices"
         )
@@ -159,3 +159,7 @@ def _solve(
 
 def _evaluated(choices: Mapping[str, Choice], records: tuple[MemoryRecord, ...], timeline: Timeline) -> MemoryPlan:
     return MemoryPlan(timeline, records, choices, peaks(choices, records, timeline))
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}" if nbytes >= 2**30 else f"{nbytes / 2**30:.3g}"

@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 from math import ceil
 
-from rollplex.memory.contract import Hardware as CopyRates
-from rollplex.memory.contract import StepShape, step_records
+from rollplex.memory.contract import step_records
 from rollplex.memory.plan import MemoryPlan, plan_under, smallest_cap, unplanned
 from rollplex.memory.records import MemoryRecord, Policy, held_in
+from rollplex.memory.step_shape import Hardware as CopyRates
+from rollplex.memory.step_shape import StepShape
 from rollplex.memory.timeline import SERIAL, STREAM, TIMELINES, Timeline
 from rollplex.planner.divided import divided
 from rollplex.planner.flops import ModelCounts

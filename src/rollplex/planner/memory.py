@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.memory.contract import Hardware, StepShape, step_records
+from rollplex.memory.contract import VISION_CACHE_BYTES, step_records
 from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import MemoryRecord, Policy, held_in
+from rollplex.memory.step_shape import Hardware, StepShape
 from rollplex.memory.timeline import TIMELINES
 from rollplex.models.shapes import shape_of
 
@@ -30,7 +31,7 @@ def memory_section(config: Config) -> dict[str, Any]:
     """
     memory, shape = config.memory, step_shape(config)
     timeline = TIMELINES[memory.schedule]
-    hardware = Hardware(memory.host_link_gb_s * 1e9, memory.device_memory_gb_s * 1e9, memory.device_tflops * 1e12)
+    hardware = memory_hardware(config)
     records = step_records(shape, hardware, timeline)
     naive = unplanned(records, timeline)
     plan = naive if memory.cap_gib is None else plan_memory(records, timeline, int(memory.cap_gib * GIB))
@@ -58,6 +59,12 @@ def memory_section(config: Config) -> dict[str, Any]:
         "removed_in_turn": list(_removed_in_turn(plan)),
         "naive_readings": readings,
     }
+
+
+def memory_hardware(config: Config) -> Hardware:
+    """What moving and recomputing cost on the devices that a recipe assumes."""
+    memory = config.memory
+    return Hardware(memory.host_link_gb_s * 1e9, memory.device_memory_gb_s * 1e9, memory.device_tflops * 1e12)
 
 
 def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -121,7 +128,17 @@ def step_shape(config: Config) -> StepShape:
         sequence_parallel=memory.sequence_parallel,
         shard_optimizer=memory.shard_optimizer,
         stream_chunk_bytes=memory.stream_chunk_mib << 20,
+        kernels=memory.kernels,
+        local_engine=memory.devices == 1 and rollout.engine == "local",
+        # Every prompt's features stay until the cache is full.
+        cached_vision_bytes=VISION_CACHE_BYTES if memory.devices == 1 and _tower_stands_still(config) else 0,
+        unit_tokens=config.schedule.unit_tokens if memory.devices == 1 else None,
     )
+
+
+def _tower_stands_still(config: Config) -> bool:
+    """Whether a vision tower never changes: the reference's, or a frozen one."""
+    return config.algorithm.beta > 0 or config.model.freeze_vision
 
 
 def _record(record: MemoryRecord, plan: MemoryPlan) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.memory.contract import StepShape
+from rollplex.memory.step_shape import StepShape
 from rollplex.planner.hardware import Hardware
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.simulate import Simulation

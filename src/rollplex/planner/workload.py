@@ -12,7 +12,7 @@ from math import ceil
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.memory.contract import StepShape
+from rollplex.memory.step_shape import StepShape
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.decoding import Rows
 from rollplex.planner.engine import StepTable

@@ -1,4 +1,4 @@
-"""Lanes of one device: how much of it each kind of work gets. The one module that touches torch.cuda.
+"""Lanes of one device: how much of it each kind of work gets. Beside memory/host_copies.py all there is of torch.cuda.
 
 CPU: a budget of threads per lane; torch keeps the number of threads of each calling thread apart. CUDA: streams,
 decoding at high and window passes at low priority. A block ends when its work has ended on the device, so that "done"
@@ -117,6 +117,11 @@ def device_of(choice: Literal["auto", "cpu", "cuda"]) -> torch.device:
 def device_name(device: torch.device) -> str:
     """What to call the hardware in a result."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Bytes that torch has allocated on a GPU now; None on a CPU, which does not count them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def reset_peak(device: torch.device) -> None:

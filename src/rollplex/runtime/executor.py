@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,12 +112,20 @@ class InProcessExecutor:
     """`schedule.step.Executor` for one optimizer step of this process."""
 
     def __init__(
-        self, bodies: TaskBodies, lanes: DeviceLanes, window: WindowThread, watch: Stopwatch, *, pass_timeout_s: float
+        self,
+        bodies: TaskBodies,
+        lanes: DeviceLanes,
+        window: WindowThread,
+        watch: Stopwatch,
+        *,
+        pass_timeout_s: float,
+        counting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
+        """counting: entered around what the window's thread does."""
         self.decode_s = 0.0  # spent in engine iterations
         self.hidden_s = 0.0  # of those, with a pass beside it
         self._bodies, self._lanes, self._window, self._watch = bodies, lanes, window, watch
-        self._pass_timeout_s = pass_timeout_s
+        self._pass_timeout_s, self._counting = pass_timeout_s, counting
         self._inline: deque[Launch] = deque()
         self._decoding: set[int] = set()
         self._rewarding: set[int] = set()
@@ -192,7 +201,7 @@ class InProcessExecutor:
         begin_s = time.monotonic()
         error: BaseException | None = None
         try:
-            with self._lanes.window():
+            with self._counting(), self._lanes.window():
                 self._bodies.run(task)
         except BaseException as raised:  # the waiting thread raises it
             error = raised

@@ -8,18 +8,23 @@ optimizer step, the update. Nothing in here knows where prompts come from or whe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError, SamplingExhausted
+from rollplex.memory.allocations import AllocationCounter, held_bytes
+from rollplex.memory.ledger import Ledger
 from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.engines import Engines, LocalEngines
 from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metrics
-from rollplex.runtime.device import DeviceLanes, device_lanes
+from rollplex.runtime.device import DeviceLanes, allocated_bytes, device_lanes
 from rollplex.runtime.executor import InProcessExecutor, WindowThread
+from rollplex.runtime.run_memory import Counted, RunMemory, run_memory, step_ledger
 from rollplex.runtime.step_metrics import completion_metrics, token_counts
 from rollplex.runtime.step_tasks import StepTasks
 from rollplex.runtime.stopwatch import Stopwatch
@@ -54,6 +59,7 @@ class StepOutcome:
     groups: tuple[ScoredGroup, ...]
     texts: tuple[tuple[str, ...], ...]  # decoded completions, per group
     spans: tuple[Span, ...]
+    ledger: Ledger | None = None  # planned against measured bytes, of steps that were counted
 
 
 def check_schedule(config: Config) -> None:
@@ -77,14 +83,20 @@ class Learner:
         *,
         stop_token_ids: Sequence[int],
         engines: Engines | None = None,
+        memory: RunMemory | None = None,
     ):
-        """engines: absent, the local engine on the policy's own weights. Not closed here."""
+        """engines: absent, the local engine on the policy's own weights; not closed here. memory: absent, that of
+        `config`, with a reference that stays where it is."""
         self.policy, self.optimizer, self.collector, self.config = policy, optimizer, collector, config
         self.updater = Updater(policy, optimizer, reference, config)
         self.params = SamplingParams.from_config(
             config, stop_token_ids=stop_token_ids, banned_token_ids=policy.adapter.vision_token_ids
         )
         self.states = ResidencyStates()
+        self.memory = memory or run_memory(config, policy)
+        if not self.memory.cache_vision:
+            for held in self._policies:
+                held.vision_cache.limit_bytes = 0
         self.schedule: Schedule = schedule_named(config.schedule.name)
         self.lanes: DeviceLanes = device_lanes(
             policy.device,
@@ -111,6 +123,28 @@ class Learner:
     def step(self, next_slots: NextSlots, state: TrainerState) -> StepOutcome:
         """One rollout and its optimizer steps. On an error no half-applied gradient is left."""
         watch = Stopwatch(state.global_step + 1)
+        if watch.step in self.config.run.memory_steps:
+            device = self.policy.device
+            before = allocated_bytes(device)
+            held = held_bytes(self._lasting_tensors(), device) if before is None else before
+            watch.allocations = AllocationCounter(device, held)
+        with watch.counting():
+            outcome, sample = self._step(next_slots, state, watch)
+        if watch.allocations is None or not outcome.groups:
+            return outcome
+        counted = Counted(
+            groups=[scored.group for scored in outcome.groups],
+            spans=outcome.spans,
+            trace=watch.allocations.trace(),
+            overlapped=sample is not None and sample.open,
+            cached_vision_bytes=sum({id(c): c.num_bytes for c in (p.vision_cache for p in self._policies)}.values()),
+        )
+        ledger = step_ledger(self.config, self.memory, counted)
+        return replace(outcome, metrics=outcome.metrics | ledger.metrics(), ledger=ledger)
+
+    def _step(
+        self, next_slots: NextSlots, state: TrainerState, watch: Stopwatch
+    ) -> tuple[StepOutcome, StepSample | None]:
         encoded = self._encode_calls()
         try:
             if self.config.algorithm.dynamic_sampling == "resample":
@@ -120,7 +154,8 @@ class Learner:
                     slots = next_slots(self.config.rollout.prompts_per_step)
                 tasks, extra = self._tasks(slots, state, watch), {}
             if tasks is None:  # nothing to learn from, by dynamic_sampling_exhausted=skip
-                return StepOutcome(extra | {"step_time": watch.total()} | watch.metrics(), (), (), tuple(watch.spans))
+                metrics = extra | {"step_time": watch.total()} | watch.metrics()
+                return StepOutcome(metrics, (), (), tuple(watch.spans)), None
             sample = self._run(tasks, watch)
         except BaseException:
             self.optimizer.drop_gradients()
@@ -145,7 +180,7 @@ class Learner:
             **watch.metrics(),
         }
         texts = tuple(item.texts for item in raw)
-        return StepOutcome(metrics, tuple(tasks.scored(raw, advantages)), texts, tuple(watch.spans))
+        return StepOutcome(metrics, tuple(tasks.scored(raw, advantages)), texts, tuple(watch.spans)), sample
 
     def _run(self, tasks: StepTasks, watch: Stopwatch) -> StepSample:
         """All optimizer steps of one rollout, driven by the schedule."""
@@ -250,6 +285,7 @@ class Learner:
             params=self.params,
             config=self.config,
             states=self.states,
+            memory=self.memory,
             units=units,
             state=state,
             watch=watch,
@@ -257,7 +293,9 @@ class Learner:
 
     def _executor(self, tasks: StepTasks, watch: Stopwatch) -> InProcessExecutor:
         timeout_s = self.config.schedule.pass_timeout_s
-        return InProcessExecutor(tasks, self.lanes, self.window, watch, pass_timeout_s=timeout_s)
+        return InProcessExecutor(
+            tasks, self.lanes, self.window, watch, pass_timeout_s=timeout_s, counting=watch.counting
+        )
 
     def _specs(self, sizes: Sequence[int], *, rollout: bool = True) -> tuple[StepSpec, ...]:
         """The optimizer steps of one rollout whose minibatches have `sizes` units; rollout off: it has been sampled."""
@@ -284,6 +322,19 @@ class Learner:
         if self.schedule.name == "rollplex" and not any(task.phase in PREFIXES for task in first.tasks):
             return "there is no prefix pass to move: no reference, and the engine decodes on the update's own prefixes"
         return None
+
+    @property
+    def _policies(self) -> list[Policy]:
+        reference = self.updater.reference
+        return [self.policy] if reference is None else [self.policy, reference.policy]
+
+    def _lasting_tensors(self) -> Iterator[torch.Tensor]:
+        """What stays from step to step."""
+        for policy in self._policies:
+            yield from (*policy.model.parameters(), *policy.model.buffers())
+            for features in policy.vision_cache.entries.values():
+                yield from (features.embeds, *features.deepstack)
+        yield from self.optimizer.device_state()
 
     def _encode_calls(self) -> int:
         """Prompts that went through the vision tower so far, the policy's and the reference's."""

@@ -1,12 +1,13 @@
 """The run folder: effective configuration, one line of metrics per step, sampled completions, a summary.
 
 config.yaml | metrics.jsonl | completions/step-N.{jsonl,html} + pictures/ | summary.json | checkpoint-N/ |
-trace.json (for Perfetto) + trace.jsonl, of run.trace_steps
+trace.json (for Perfetto) + trace.jsonl, of run.trace_steps | memory.jsonl, of run.memory_steps
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 from rollplex.config import Config
 from rollplex.errors import CheckpointError, ConfigError
+from rollplex.memory.ledger import Ledger
 from rollplex.recipes.load import dump_config
 from rollplex.runtime import completions
 from rollplex.trace import Span, from_jsonl, to_chrome, to_jsonl
@@ -26,6 +28,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 TRACE, SPANS = "trace.json", "trace.jsonl"
+MEMORY = "memory.jsonl"
 
 
 class RunFolder:
@@ -89,6 +92,17 @@ class RunFolder:
             self._write_spans([*self._spans, *spans])
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path / TRACE}: {error} (run.output_dir)") from error
+
+    def log_ledger(self, step: int, ledger: Ledger) -> None:
+        """Add planned and measured bytes of a step, in place of what an earlier attempt at it left."""
+        path = self.path / MEMORY
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            kept = [line for line in lines if json.loads(line)["step"] != step]
+            kept.append(json.dumps({"step": step, **dataclasses.asdict(ledger)}))
+            _write_atomically(path, "\n".join(kept) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error} (run.output_dir)") from error
 
     def finish(self, evaluation: Mapping[str, float] | None = None) -> None:
         """Write the summary and close."""

@@ -7,6 +7,7 @@ wrong orders fail in what they read (a prefix that was not computed, stale weigh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from rollplex.models.prefix import Activations, PrefixPack, compute_prefix
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.engines import Engines
 from rollplex.runtime.collect import Collector, PendingGroup, RawGroup, Rollout
+from rollplex.runtime.run_memory import RunMemory
 from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.runtime.units import Unit
 from rollplex.schedule.spec import AdvantageScope, Phase, PrefixMode, StepSpec, Task
@@ -69,12 +71,14 @@ class StepTasks:
         params: SamplingParams,
         config: Config,
         states: ResidencyStates,
+        memory: RunMemory,
         units: Sequence[Unit],
         state: TrainerState,
         watch: Stopwatch,
     ):
         self.policy, self.updater, self.collector, self.config, self.units = policy, updater, collector, config, units
         self.mode = prefix_mode(config)
+        self._residency, self._activations = memory.residency, memory.prefix_activations
         self.states = states  # who reads and who writes the weights, whatever thread it is in
         self.raw: dict[int, RawGroup] = {}  # complete groups with their rewards, by rollout id
         self.loss_scale = 1.0  # of the last optimizer step, where its totals were not known from the start
@@ -120,10 +124,11 @@ class StepTasks:
             Phase.PREFIX_BACKWARD: self._prefix_backward,
         }
         if task.group is not None:
-            with self.states.reading(str(task)):
+            with self._during(task.phase), self.states.reading(str(task)):
                 bodies[task.phase](task.group)
         elif task.phase is Phase.OPTIMIZER:
-            self._optimizer()
+            with self._during(task.phase):
+                self._optimizer()
         # PUBLISH: engines take weights when the next rollout opens them (begin_decode)
 
     def begin_decode(self, group: int) -> None:
@@ -141,7 +146,7 @@ class StepTasks:
         with the last of them, before its unit is complete."""
         if self._rollout is None:
             raise StateError("no group was handed to the engine")
-        with self.states.generating("decode"):
+        with self._during(Phase.DECODE), self.states.generating("decode"):
             complete = self._rollout.step()
         ended = []
         for pending in complete:
@@ -238,7 +243,7 @@ class StepTasks:
             return
         # Later optimizer steps find the weights moved: their prefixes are for decoding and scoring only.
         first = self.units[unit].minibatch == 0
-        use = self._compute(self.policy, unit, self.config.train.prefix_activations if first else "none", copies=1)
+        use = self._compute(self.policy, unit, self._activations if first else "none", copies=1)
         self._prefixes[unit].rollout = self._prefixes[unit].actor = use
 
     def _ref_prefix(self, unit: int) -> None:
@@ -251,7 +256,7 @@ class StepTasks:
         if held is not None and not held.pack.consumed and held.pack.weight_version == self.policy.weight_version:
             return  # taken over from the round that sampled the group
         learning = unit in self._current().spec.learning
-        activations = self.config.train.prefix_activations if learning else "none"
+        activations = self._activations if learning else "none"
         self._prefixes[unit].actor = self._compute(self.policy, unit, activations, copies=self._copies)
 
     def _ref_response(self, unit: int) -> None:
@@ -295,6 +300,9 @@ class StepTasks:
         self._stats += [stats for _, stats in step.results] if step.first_epoch else []
 
     # parts of phases
+
+    def _during(self, phase: Phase) -> AbstractContextManager[None]:
+        return nullcontext() if self._residency is None else self._residency.during(phase)
 
     @property
     def _copies(self) -> int:

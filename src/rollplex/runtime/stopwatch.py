@@ -1,12 +1,13 @@
-"""Wall time per phase of a step: as sums for the metrics, as spans for the trace."""
+"""Wall time per phase of a step: as sums for the metrics, as spans for the trace; and its allocations, if counted."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from rollplex.memory.allocations import AllocationCounter
 from rollplex.trace import Span
 
 
@@ -22,6 +23,7 @@ class Stopwatch:
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
+    allocations: AllocationCounter | None = None  # of a step whose memory is counted
     to_epoch_s: float = field(default_factory=lambda: time.time() - time.monotonic())  # so that resumed runs line up
 
     @contextmanager
@@ -47,6 +49,10 @@ class Stopwatch:
         """Add a span, in seconds of time.monotonic."""
         offset = self.to_epoch_s
         self.spans.append(Span(name, lane, start_s + offset, end_s + offset, self.step, group))
+
+    def counting(self) -> AbstractContextManager[None]:
+        """A block of the calling thread whose allocations count."""
+        return nullcontext() if self.allocations is None else self.allocations.counting()
 
     @staticmethod
     def now() -> float:

@@ -20,6 +20,7 @@ from rollplex.runtime.collect import Collector
 from rollplex.runtime.evaluate import evaluate
 from rollplex.runtime.learner import Learner, StepOutcome, check_schedule
 from rollplex.runtime.run_folder import RunFolder, refuse_other_run
+from rollplex.runtime.run_memory import check_memory_options, run_memory
 from rollplex.runtime.session import PromptFeed, Session, build_session
 from rollplex.runtime.termination import exit_on_sigterm
 from rollplex.runtime.trackers import Trackers
@@ -62,11 +63,13 @@ class Trainer:
         """Build everything and bring the weights to where training starts or resumes."""
         self.config, self.observer = config, observer
         check_schedule(config)  # before anything slow happens
+        check_memory_options(config)
         self.resumed_from = resolve_resume(config.run)
         needs_start = self.resumed_from is None or config.algorithm.beta > 0
         kept = kept_warm_start(config) if needs_start else None
         self.session: Session = build_session(config, processor_path=self.resumed_from or kept)
         policy = self.session.policy
+        self.memory = run_memory(config, policy)
         warmed = config.warm_start.steps > 0
         if needs_start:
             ensure_warm_start(self.session, kept, self._on_warm_start_step)
@@ -74,7 +77,12 @@ class Trainer:
         if config.algorithm.beta > 0:
             self.reference = Reference(policy, adapters_are_fresh=not warmed)
         updates = config.algorithm.num_iterations * config.algorithm.steps_per_generation
-        self.optimizer = PolicyOptimizer(policy.model, config.train, config.train.max_steps * updates)
+        self.optimizer = PolicyOptimizer(
+            policy.model,
+            config.train,
+            config.train.max_steps * updates,
+            host_chunk_bytes=self.memory.host_chunk_bytes,
+        )
         self.step = 0
         self.num_tokens = 0.0
         self.dropped_before = 0  # rows left out before the checkpoint that this run resumed from
@@ -94,6 +102,7 @@ class Trainer:
                 config,
                 stop_token_ids=self.session.stop_token_ids,
                 engines=self.engines,
+                memory=self.memory.moving(self.reference),
             )
         except BaseException:
             self.engines.close()
@@ -209,6 +218,8 @@ class Trainer:
             folder.log_completions(self.step, outcome.groups, outcome.texts)
         if self.step in run.trace_steps:
             folder.log_spans(outcome.spans)
+        if outcome.ledger is not None:
+            folder.log_ledger(self.step, outcome.ledger)
         if _due(self.step, run.save_steps) or self.step == self.config.train.max_steps:
             return self.save()
         return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rollplex.config import TrainConfig
 from rollplex.errors import CheckpointError, TrainingError
+from rollplex.train.host_state import HostState
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ class PolicyOptimizer:
     One at a time for a model: `close` gives 16-bit weights their gradients back.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, total_steps: int):
+    def __init__(self, model: nn.Module, config: TrainConfig, total_steps: int, *, host_chunk_bytes: int | None = None):
+        """host_chunk_bytes: keep AdamW's state (and masters) in host memory, and bring it to the device in chunks of so
+        many bytes for each step; absent: it stays on the device."""
         self.config, self.total_steps, self.num_steps = config, total_steps, 0
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters: dict[str, torch.Tensor] = {}
@@ -59,6 +63,10 @@ class PolicyOptimizer:
             eps=config.adam_epsilon,
             fused=True,
         )
+        self.host_state: HostState | None = None
+        if host_chunk_bytes is not None:
+            own = [self.masters[name] for name, weight in self.weights.items() if self.masters[name] is not weight]
+            self.host_state = HostState(self.adamw, own, host_chunk_bytes)
 
     def _master(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """What AdamW moves for `weight`: itself, or an fp32 copy that takes over the gradients of a 16-bit one."""
@@ -110,8 +118,7 @@ class PolicyOptimizer:
                 "from an earlier checkpoint, or use model.dtype=float32"
             )
         self.num_steps += 1  # before the first weight moves: who finds the old count finds the old weights
-        self.adamw.step()
-        self._write_weights()
+        self._move()
         self.drop_gradients()
         return OptimizerStep(norm, rate)
 
@@ -119,12 +126,22 @@ class PolicyOptimizer:
         """Scale the gradients down to the largest norm allowed; their norm before."""
         return float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.config.max_grad_norm))
 
-    def _write_weights(self) -> None:
-        """The weights from their masters, where those are copies."""
+    def _move(self) -> None:
+        """AdamW's step on the gradients that are there, and 16-bit weights from their masters."""
+        if self.host_state is not None:
+            self.host_state.step(self._write_weights)
+            return
+        self.adamw.step()
+        self._write_weights(list(self.masters.values()))
+
+    def _write_weights(self, moved: Sequence[torch.Tensor]) -> None:
+        """The weights from those of `moved` that are their masters, where those are copies."""
+        wanted = {id(master) for master in moved}
         with torch.no_grad():
             for name, weight in self.weights.items():
-                if self.masters[name] is not weight:
-                    weight.copy_(self.masters[name])
+                master = self.masters[name]
+                if master is not weight and id(master) in wanted:
+                    weight.copy_(master)
 
     def drop_gradients(self) -> None:
         """Forget all accumulated gradients."""
@@ -138,15 +155,25 @@ class PolicyOptimizer:
         while self._hooks:
             self._hooks.pop().remove()
 
+    def device_state(self) -> Iterator[torch.Tensor]:
+        """Masters and moments, with the storages that they have now: none for what is in host memory."""
+        for master in self.masters.values():
+            yield master
+            yield from self.adamw.state.get(master, {}).values()
+
     def named_state(self) -> dict[str, torch.Tensor]:
         """Everything needed to go on bitwise, keyed by '<state>/<parameter name>'."""
         state: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
-                state[f"{key}/{name}"] = value
+                state[f"{key}/{name}"] = self._readable(master, value)
             if master is not self.weights[name]:
-                state[f"master/{name}"] = master
+                state[f"master/{name}"] = self._readable(master, master)
         return state
+
+    def _readable(self, master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`value` where its content is."""
+        return value if self.host_state is None else self.host_state.on_host(master, value)
 
     def load_named_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
         """Inverse of `named_state`. A parameter without state has not had a gradient yet.
@@ -170,11 +197,12 @@ class PolicyOptimizer:
             needed = self.masters[name].shape
             if kind != "step" and value.shape != needed:
                 raise CheckpointError(f"optimizer state {key} has shape {tuple(value.shape)}, needed {tuple(needed)}")
-        for key, value in state.items():
-            kind, name = key.split("/", 1)
-            master = self.masters[name]
-            if kind == "master":
-                master.copy_(value)
-            else:
-                self.adamw.state[master][kind] = value.to(master.device, copy=True)
+        with nullcontext() if self.host_state is None else self.host_state.on_device():
+            for key, value in state.items():
+                kind, name = key.split("/", 1)
+                master = self.masters[name]
+                if kind == "master":
+                    master.copy_(value)
+                else:
+                    self.adamw.state[master][kind] = value.to(master.device, copy=True)
         self.num_steps = num_steps

@@ -1,0 +1,95 @@
+"""Allocations are counted as they happen, in every thread that says so; the ledger sets them beside the plan."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from rollplex.memory.allocations import AllocationCounter, MemoryTrace, held_bytes
+from rollplex.memory.ledger import ledger_of
+from rollplex.memory.plan import unplanned
+from rollplex.memory.records import Choice, MemoryRecord, ObjectClass, Policy
+from rollplex.memory.timeline import SERIAL
+from rollplex.schedule.spec import Phase
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def _mib(count: int) -> torch.Tensor:
+    return torch.empty(count * MIB, dtype=torch.uint8)
+
+
+def test_the_peak_is_that_of_what_was_held_at_once() -> None:
+    counter = AllocationCounter(CPU, base_bytes=10 * MIB)
+    with counter.counting():
+        first = _mib(3)
+        second = _mib(5)
+        del first
+        third = _mib(1)
+        del second
+    trace = counter.trace()
+    assert trace.peak_bytes == 18 * MIB and trace.left_bytes == MIB
+    assert third.numel() == MIB
+
+
+def test_threads_that_count_are_added_up_and_others_are_not() -> None:
+    counter = AllocationCounter(CPU)
+    both, done = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+
+    def beside() -> None:
+        with counter.counting():
+            held = _mib(7)
+            both.wait()
+            done.wait()
+            del held
+
+    thread = threading.Thread(target=beside)
+    uncounted = threading.Thread(target=_mib, args=(50,))
+    with counter.counting():
+        thread.start()
+        uncounted.start()
+        uncounted.join()
+        both.wait()
+        held = _mib(2)
+        done.wait()
+        thread.join()
+    assert counter.trace().peak_bytes == 9 * MIB and held.numel() == 2 * MIB
+
+
+def test_backward_counts() -> None:
+    weight = torch.ones(MIB // 4, requires_grad=True)
+    counter = AllocationCounter(CPU)
+    with counter.counting():
+        weight.exp().exp().sum().backward()
+    assert counter.trace().left_bytes == MIB  # the gradient
+    assert counter.trace().peak_bytes >= 3 * MIB  # two saved results and a gradient
+
+
+def test_storages_count_once() -> None:
+    whole = torch.zeros(10)
+    assert held_bytes([whole, whole[:3], whole.view(2, 5), torch.zeros(1, dtype=torch.int64)], CPU) == 48
+
+
+def test_a_peak_within_a_time_looks_at_what_was_held_when_it_began() -> None:
+    trace = MemoryTrace((0.0, 1.0, 2.0, 3.0), (5, 9, 1, 4))
+    assert trace.peak_within(0.5, 0.6) == 5
+    assert trace.peak_within(0.5, 1.5) == 9
+    assert trace.peak_within(1.5, 2.5) == 9
+    assert trace.peak_within(2.0, 2.5) == 1
+    assert trace.peak_within(2.5, 9.0) == 4
+
+
+def test_the_ledger_sets_segments_side_by_side() -> None:
+    keep = Choice(Policy.KEEP, {Phase.DECODE: 4 * MIB, Phase.OPTIMIZER: 2 * MIB})
+    record = MemoryRecord("a", 4 * MIB, ObjectClass.PHASE_LOCAL, (Phase.DECODE, Phase.OPTIMIZER), False, (keep,))
+    ledger = ledger_of(unplanned((record,), SERIAL), {Phase.DECODE: 5 * MIB}, 6 * MIB, 7)
+    assert ledger.measured_over_planned == pytest.approx(1.5) and ledger.left_bytes == 7
+    by_phase = {entry.phases: entry for entry in ledger.entries}
+    assert by_phase["decode"].measured_over_planned == pytest.approx(1.25)
+    assert by_phase["optimizer"].measured_bytes is None
+    assert ledger.metrics()["memory/measured_peak_gib"] == pytest.approx(6 / 1024)
+    text = "\n".join(ledger.lines())
+    assert "4.0       5.0   1.25  decode" in text and "6.0   1.50  peak of the step" in text
