@@ -67,6 +67,10 @@ class PolicyOptimizer:
         self._hooks.append(weight.register_post_accumulate_grad_hook(self._accumulate(name)))
         return weight.detach().float()
 
+    def _is_copy(self, name: str) -> bool:
+        """Whether a master holds more than its weight, so that a checkpoint needs both."""
+        return self.masters[name] is not self.weights[name]
+
     def _accumulate(self, name: str) -> Any:
         def hook(weight: torch.Tensor) -> None:
             master, gradient = self.masters[name], weight.grad
@@ -144,7 +148,7 @@ class PolicyOptimizer:
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
                 state[f"{key}/{name}"] = value
-            if master is not self.weights[name]:
+            if self._is_copy(name):
                 state[f"master/{name}"] = master
         return state
 
@@ -160,8 +164,8 @@ class PolicyOptimizer:
                 f"optimizer state does not fit this model: not in the model {left_over[:3]}; resume with the model.* "
                 "options of the checkpoint's config.yaml"
             )
-        for name, master in self.masters.items():
-            if master is not self.weights[name] and f"master/{name}" not in state:
+        for name in self.masters:
+            if self._is_copy(name) and f"master/{name}" not in state:
                 raise CheckpointError(
                     f"optimizer state lacks the fp32 master of {name}; resume with the model.dtype of the checkpoint"
                 )
@@ -176,5 +180,7 @@ class PolicyOptimizer:
             if kind == "master":
                 master.copy_(value)
             else:
-                self.adamw.state[master][kind] = value.to(master.device, copy=True)
+                # Moments lie in memory as their weight does, which may be a transposed view (weights/layout.py).
+                like = torch.empty_like(value, device=master.device) if kind == "step" else torch.empty_like(master)
+                self.adamw.state[master][kind] = like.copy_(value)
         self.num_steps = num_steps
