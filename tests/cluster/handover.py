@@ -99,10 +99,10 @@ class DyingPublisher(Publisher):
 
     victim = 1
 
-    def _post(self, moves: Sequence[Move], what: str) -> Any:
+    def _post(self, moves: Sequence[Move], room: Any, what: str) -> Any:
         if self.block.rank == self.victim and f"round {len(self.rounds) // 2} " in what:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._post(moves, what)
+        return super()._post(moves, room, what)
 
 
 def killed_half_way(job: Job, folder: Path) -> Any:

@@ -41,7 +41,7 @@ class PublishReport:
 
     version: int
     received_bytes: int  # from other devices
-    buffer_bytes: int  # most memory that the exchange took, beyond the weights
+    buffer_bytes: int  # that the exchange took, beyond the weights
     rounds: int
 
 
@@ -58,23 +58,25 @@ class HandOver:
 
 
 @dataclass(frozen=True, slots=True)
+class _Room:
+    """The buffers of one round, used again by the next but one: flat, as long as the largest round of this device."""
+
+    outgoing: torch.Tensor
+    incoming: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.outgoing.nbytes + self.incoming.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Round:
     """One exchange on its way."""
 
     what: str
     works: tuple[Any, ...]
-    sent: tuple[torch.Tensor, ...]  # kept until it has left
-    incoming: tuple[tuple[torch.Tensor, list[torch.Tensor]], ...]  # a buffer, and the views that it is for
-
-    @property
-    def received_bytes(self) -> int:
-        """From other devices."""
-        return sum(buffer.nbytes for buffer, _ in self.incoming)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Beyond the weights."""
-        return self.received_bytes + sum(buffer.nbytes for buffer in self.sent)
+    incoming: tuple[tuple[torch.Tensor, list[torch.Tensor]], ...]  # a part of a room, and the views that it is for
 
 
 class Publisher:
@@ -147,51 +149,60 @@ class Publisher:
         return nullcontext() if device.type == "cpu" else torch.Stream(device)
 
     def _exchange(self, version: int) -> tuple[int, int]:
-        """(bytes received from others, most bytes of buffers at once)"""
-        received = largest = 0
+        """(bytes received from others, bytes of buffers)"""
+        rooms, received = self._rooms(), 0
         flying: deque[_Round] = deque()
-        for number, moves in enumerate(self.rounds, start=1):
-            flying.append(self._post(moves, f"publish of v{version}: round {number} of {len(self.rounds)}"))
-            received += flying[-1].received_bytes
-            largest = max(largest, sum(each.buffer_bytes for each in flying))
-            if len(flying) == _ROUNDS_IN_FLIGHT:
+        for number, moves in enumerate(self.rounds):
+            if len(flying) == len(rooms):
                 self._land(flying.popleft())
+            what = f"publish of v{version}: round {number + 1} of {len(self.rounds)}"
+            flying.append(self._post(moves, rooms[number % len(rooms)], what))
+            received += sum(part.nbytes for part, _ in flying[-1].incoming)
         for move in self.local:
             for source, target in zip(self._source(move), self._target(move), strict=True):
                 target.copy_(source)
         while flying:
             self._land(flying.popleft())
-        return received, largest
+        return received, sum(room.nbytes for room in rooms)
 
-    def _post(self, moves: Sequence[Move], what: str) -> _Round:
+    def _rooms(self) -> list[_Room]:
+        """Allocated once: what the system holds is what is counted, whatever an allocator keeps of freed memory."""
+        store, own = next(iter(self.backing.stores.values())), self.block.rank
+        sent = max((sum(m.numel for m in moves if m.copy.source == own) for moves in self.rounds), default=0)
+        received = max((sum(m.numel for m in moves if m.copy.target == own) for moves in self.rounds), default=0)
+        count = min(_ROUNDS_IN_FLIGHT, len(self.rounds))
+        return [_Room(store.new_empty(sent), store.new_empty(received)) for _ in range(count)]
+
+    def _post(self, moves: Sequence[Move], room: _Room, what: str) -> _Round:
         """Send, and expect, what one round moves to and from this device."""
-        group, own, operations = self.block.group, self.block.rank, []
-        sent, incoming = [], []
+        own, group = self.block.rank, self.block.group
+        operations, incoming, sent, received = list[dist.P2POp](), [], 0, 0
         for peer in range(self.block.size):
-            outgoing = [
-                view for m in moves if (m.copy.source, m.copy.target) == (own, peer) for view in self._source(m)
-            ]
-            if outgoing:
-                sent.append(torch.cat([view.reshape(-1) for view in outgoing]))
-                operations.append(dist.P2POp(dist.isend, sent[-1], group=group, group_peer=peer))
-            targets = [view for m in moves if (m.copy.source, m.copy.target) == (peer, own) for view in self._target(m)]
-            if targets:
-                buffer = targets[0].new_empty(sum(view.numel() for view in targets))
-                incoming.append((buffer, targets))
-                operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+            leaving = [m for m in moves if (m.copy.source, m.copy.target) == (own, peer)]
+            if leaving:
+                views = [view.reshape(-1) for move in leaving for view in self._source(move)]
+                part = room.outgoing[sent : sent + sum(move.numel for move in leaving)]
+                operations.append(dist.P2POp(dist.isend, torch.cat(views, out=part), group=group, group_peer=peer))
+                sent += part.numel()
+            arriving = [m for m in moves if (m.copy.source, m.copy.target) == (peer, own)]
+            if arriving:
+                part = room.incoming[received : received + sum(move.numel for move in arriving)]
+                operations.append(dist.P2POp(dist.irecv, part, group=group, group_peer=peer))
+                incoming.append((part, [view for move in arriving for view in self._target(move)]))
+                received += part.numel()
         works: Sequence[Any] = ()
         if operations:
             with self.block.waiting(what):
                 works = dist.batch_isend_irecv(operations)
-        return _Round(what, tuple(works), tuple(sent), tuple(incoming))
+        return _Round(what, tuple(works), tuple(incoming))
 
     def _land(self, arriving: _Round) -> None:
         """Wait for a round and put what it brought in place."""
         for work in arriving.works:
             self.block.wait(work, arriving.what)
-        for buffer, targets in arriving.incoming:
-            for part, view in zip(buffer.split([view.numel() for view in targets]), targets, strict=True):
-                view.copy_(part.view(view.shape))
+        for part, targets in arriving.incoming:
+            for rows, view in zip(part.split([view.numel() for view in targets]), targets, strict=True):
+                view.copy_(rows.view(view.shape))
 
     def _source(self, move: Move) -> list[torch.Tensor]:
         placement, at = self.backing.layout.placements[move.unit], move.copy.source_at
