@@ -76,3 +76,8 @@ def tensors_of(folder: Path, step: int = STEPS) -> dict[str, Any]:
 def rare_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Equal for all responses of many groups."""
     return [float(ids[0] % 5 == 0) for ids in completion_ids]
+
+
+def broken_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Raises."""
+    return [1 / 0 for _ in completion_ids]

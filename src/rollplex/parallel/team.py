@@ -51,6 +51,9 @@ class Team(Protocol):
     def of_rank_0(self, value: T, what: str) -> T:
         """`value` as the first process of the run has it."""
 
+    def any(self, flag: bool, what: str) -> bool:
+        """Whether any process of the run says so."""
+
 
 class _Alone:
     rank = replica = place = 0
@@ -65,6 +68,9 @@ class _Alone:
 
     def of_rank_0(self, value: T, what: str) -> T:
         return value
+
+    def any(self, flag: bool, what: str) -> bool:
+        return flag
 
 
 ALONE: Team = _Alone()
@@ -119,3 +125,7 @@ class ProcessTeam:
     def of_rank_0(self, value: T, what: str) -> T:
         """`value` as the first process of the run has it."""
         return self.job.everyone.first(value, what)
+
+    def any(self, flag: bool, what: str) -> bool:
+        """Whether any process of the run says so."""
+        return any(self.job.everyone.exchange(flag, what))

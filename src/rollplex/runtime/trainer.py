@@ -8,11 +8,12 @@ resumed ends with the same bits as one that was not.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from rollplex.config import Config
 from rollplex.errors import CheckpointError
@@ -28,7 +29,7 @@ from rollplex.runtime.records import Records
 from rollplex.runtime.replica_rewards import ReplicaRewards
 from rollplex.runtime.run_folder import refuse_other_run
 from rollplex.runtime.session import PromptFeed, Session, build_session
-from rollplex.runtime.termination import exit_on_sigterm
+from rollplex.runtime.termination import EXIT_STATUS, exit_on_sigterm, noted_sigterm
 from rollplex.runtime.warm_model import ensure_warm_start, kept_warm_start
 from rollplex.tasks.rewards import RewardRunner, TrainerState
 from rollplex.train.checkpoint import RestoredState
@@ -125,8 +126,9 @@ class Trainer:
         }
         return StepReport(self.step, metrics), outcome
 
-    def train(self) -> RunResult:
-        """Run to `train.max_steps`, writing the run folder."""
+    def train(self, stop_wanted: Callable[[], bool] = lambda: False) -> RunResult:
+        """Run to `train.max_steps`, writing the run folder. With several processes, one whose `stop_wanted` is true
+        ends all after the step: with a checkpoint, and SystemExit(143)."""
         config = self.config
         output_dir = Path(config.run.output_dir)
         with ExitStack() as stack:  # whatever fails, threads that run on would crash the interpreter at its exit
@@ -136,7 +138,7 @@ class Trainer:
             if self.team.rank == 0:
                 recover(output_dir)
                 records = stack.enter_context(Records(config, resume_step))
-            result = self._run(records)
+            result = self._run(records, stop_wanted)
         self._tell("on_run_end", result)
         return result
 
@@ -176,7 +178,7 @@ class Trainer:
             stack.callback(self.rewards.close)
             stack.callback(self.feed.close)
 
-    def _run(self, records: Records | None) -> RunResult:
+    def _run(self, records: Records | None, stop_wanted: Callable[[], bool]) -> RunResult:
         rewards: list[float] = []
         checkpoint: Path | None = self.resumed_from
         evaluated: dict[str, float] = {}
@@ -193,6 +195,8 @@ class Trainer:
                 if "reward" in report.metrics:
                     rewards.append(report.metrics["reward"])
                 checkpoint = self._after_step(report, outcome, records) or checkpoint
+                if self.team.size > 1 and self.team.any(stop_wanted(), f"end of step {self.step}"):
+                    self._stop(checkpoint)
         except BaseException as error:
             if updates == self.optimizer.num_steps:  # no weight has moved since
                 self._rescue(reported, checkpoint, error)
@@ -213,9 +217,17 @@ class Trainer:
             return self.save()
         return None
 
+    def _stop(self, checkpoint: Path | None) -> NoReturn:
+        """End all processes together, which alone can save what they hold."""
+        if checkpoint is None or step_of(checkpoint) != self.step:
+            self.save()
+        sys.exit(EXIT_STATUS)
+
     def _rescue(self, reported: Mapping[str, Any], checkpoint: Path | None, error: BaseException) -> None:
         """Keep the steps since the last checkpoint of a run that ends early. Never hides `error`."""
         if self.team.size > 1:  # the others are in the middle of something else
+            if isinstance(error, SystemExit):
+                return
             error.add_note("steps since the last checkpoint are lost: several processes save together (run.save_steps)")
             return
         saved = step_of(checkpoint) if checkpoint is not None else None
@@ -261,10 +273,14 @@ class Trainer:
 
 def train(config: Config, *, observer: Observer | None = None) -> RunResult:
     """Train by `config` from start (or checkpoint) to end."""
-    with exit_on_sigterm(), joined(config, launched(os.environ)) as team:
+    with joined(config, launched(os.environ)) as team:
         if team.rank == 0:
             refuse_other_run(Path(config.run.output_dir), config)  # before anything slow happens
-        return Trainer(config, observer if team.rank == 0 else None, team).train()
+        if team.size == 1:
+            with exit_on_sigterm():
+                return Trainer(config, observer).train()
+        with noted_sigterm() as stop_wanted:
+            return Trainer(config, observer if team.rank == 0 else None, team).train(stop_wanted)
 
 
 def _held(config: Config, session: Session, team: Team) -> HeldModel:
