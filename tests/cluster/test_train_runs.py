@@ -134,3 +134,20 @@ def test_dynamic_sampling_of_one_replica(tmp_path: Path) -> None:
     run_ranks(run_on, 2, run_config(tmp_path / "two", **sections, **_degrees(2, 2)))
     assert max(line["dynamic_sampling/rounds"] for line in metrics_of(tmp_path / "one")) > 0
     _same_run(tmp_path / "two", tmp_path / "one")
+
+
+def test_a_frozen_tower_stays_as_it_was_on_all_replicas(alone: Any, tmp_path: Path) -> None:
+    build = {"family": "qwen2_5_vl", "num_heads": 4, "num_kv_heads": 2}
+    sections = {"model": {"build": build, "freeze_vision": True}, "data": {"task": "counting"}}
+    run_ranks(run_on, 2, run_config(tmp_path / "run", **sections))
+    _same_run(tmp_path / "run", alone(sections))
+
+
+def test_masters_of_16_bit_weights_go_on_bitwise(tmp_path: Path) -> None:
+    sections = {"model": {"build": {"num_heads": 4, "num_kv_heads": 2}, "dtype": "bfloat16"}, **_degrees(2, 2)}
+    run_ranks(run_on, 2, run_config(tmp_path / "whole", **sections))
+    folder = _begun(tmp_path / "resumed", tmp_path / "whole")
+    run_ranks(run_on, 2, run_config(folder, **sections, run={"resume_from_checkpoint": "auto"}))
+    found, wanted = tensors_of(folder), tensors_of(tmp_path / "whole")
+    assert any(key.startswith("optimizer/master/") for key in wanted)
+    assert found.keys() == wanted.keys() and all(found[key].equal(tensor) for key, tensor in wanted.items())

@@ -102,6 +102,8 @@ class Learner:
                 "schedule.decode_threads, or set overlap to auto"
             )
         self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
+        if team.size > 1 and config.schedule.overlap == "auto":
+            logger.info("nothing runs beside decoding: %s", self.overlap.reason_closed)
         self.window = WindowThread()
         if self.overlap.reason_closed is not None and config.schedule.overlap == "on":
             logger.warning(
