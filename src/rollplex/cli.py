@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +27,7 @@ from typer.core import TyperCommand
 from rollplex import __version__
 from rollplex.config import Config
 from rollplex.errors import ConfigError, ModelError, RollplexError, RowError
+from rollplex.parallel.launch import launched, voice
 from rollplex.recipes.load import load_config
 from rollplex.recipes.options import all_groups, all_options
 from rollplex.recipes.packaged import packaged_names, packaged_recipe, recipe_path
@@ -108,8 +109,8 @@ def _root(
 @app.command(cls=RecipeCommand, context_settings=_SETTINGS)
 def train(recipe: Recipe, overrides: Overrides = None, show_traceback: Traceback = False) -> None:
     """Train by a recipe into its run folder: metrics.jsonl, completions with their pictures, checkpoints."""
-    console = Console(highlight=False)
     with _clean_errors(show_traceback):
+        console = Console(highlight=False, quiet=launched(os.environ).rank > 0)  # of several processes one speaks
         _run(load_config(recipe_path(recipe), overrides or ()), console)
 
 
@@ -394,7 +395,6 @@ def _clean_errors(show_traceback: bool) -> Iterator[None]:
 
 
 def _heading(error: RollplexError) -> str:
-    """ "ConfigError" -> "config error:"."""
+    """ "ConfigError" -> "config error:"; of several processes with its rank."""
     name = type(error).__name__.removesuffix("Error")
-    words: Sequence[str] = [w for w in "".join(f" {c}" if c.isupper() else c for c in name).lower().split() if w]
-    return f"{' '.join(words)} error:"
+    return f"{voice(os.environ)}{''.join(f' {c}' if c.isupper() else c for c in name).strip().lower()} error:"

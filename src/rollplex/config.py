@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rollplex.config_devices import MemoryConfig
+from rollplex.config_parallel import ParallelConfig
 from rollplex.config_rollout import RolloutConfig, VllmConfig
 from rollplex.config_schedule import ScheduleConfig
 from rollplex.config_section import Section
@@ -285,6 +286,7 @@ class Config(Section):
     sharing: SharingConfig = Field(
         default_factory=SharingConfig, description="One copy of the weights under two tensor-parallel degrees."
     )
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Training in several processes.")
     memory: MemoryConfig = Field(
         default_factory=MemoryConfig, description="What the memory plan of `rollplex plan` assumes and keeps to."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, sleep
@@ -98,10 +99,10 @@ class DyingPublisher(Publisher):
 
     victim = 1
 
-    def _round(self, moves: Sequence[Move], what: str) -> tuple[int, int]:
+    def _post(self, moves: Sequence[Move], room: Any, what: str) -> Any:
         if self.block.rank == self.victim and f"round {len(self.rounds) // 2} " in what:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._round(moves, what)
+        return super()._post(moves, room, what)
 
 
 def killed_half_way(job: Job, folder: Path) -> Any:
@@ -141,6 +142,61 @@ def killed_half_way(job: Job, folder: Path) -> Any:
         sleep(0.001)
     (folder / f"{job.rank}").touch()
     return {"seen": seen}
+
+
+class HeldPublisher(Publisher):
+    """Its exchange begins when it is told to."""
+
+    go = threading.Event()
+
+    def _exchange(self, version: int) -> tuple[int, int]:
+        assert self.go.wait(self.block.deadline_s)
+        return super()._exchange(version)
+
+
+def read_on_the_way(job: Job) -> dict[str, Any]:
+    """What training, the rollout and a second writer find between the beginning and the end of a hand-over."""
+    plan = sharing_plan(2, 1, ("megatron", "vllm"))
+    block = block_peers(job, 2)
+    old, new = full_tensors(plan.plan, 1), full_tensors(plan.plan, 2)
+    backing, wanted = (Backing.create(plan, block.rank, torch.float32, CPU) for _ in range(2))
+    backing.load(old, "start")
+    wanted.load(new, "what it must be")
+    dropped, patient = list[int](), list[tuple[int, str]]()
+    publisher = HeldPublisher(
+        plan, backing, block, bucket_bytes=256, dependents=[lambda: dropped.append(backing.version.current)]
+    )
+    begun = publisher.begin(lambda: backing.fill(Side.TRAIN, new))
+    reader = threading.Thread(target=lambda: patient.append(_same(backing, wanted, wait_s=job.deadline_s)))
+    reader.start()
+    found: dict[str, Any] = {
+        "training": _differing(backing, wanted, Side.TRAIN),
+        "rollout": _differing(backing, wanted, Side.ROLLOUT),
+        "hasty": _same(backing, wanted),
+    }
+    try:
+        publisher.begin(lambda: None)
+    except DeadlineError as error:
+        found["writer"] = str(error)
+    found |= {"on the way": (list(patient), list(dropped), backing.version.current)}
+    publisher.go.set()
+    report = begun.finish()
+    reader.join(job.deadline_s)
+    return found | {"versions": (begun.version, report.version), "patient": patient, "dropped": dropped}
+
+
+def _differing(backing: Backing, wanted: Backing, side: Side) -> list[str]:
+    truth = wanted.parameters(side)
+    return [name for name, view in backing.parameters(side).items() if not torch.equal(view, truth[name])]
+
+
+def _same(backing: Backing, wanted: Backing, *, wait_s: float = 0.0) -> tuple[int, str]:
+    """(version, what differs in the rollout from what it must be) or what refused to be read."""
+    try:
+        with backing.version.reading("rollout", wait_s=wait_s) as version:
+            return version, ", ".join(_differing(backing, wanted, Side.ROLLOUT))
+    except (StateError, DeadlineError) as error:
+        return -1, f"{type(error).__name__}: {error}"
 
 
 def _read(backing: Backing, old: Tensors, new: Tensors) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.handover import all_pairs, killed_half_way, late
+from cluster.handover import all_pairs, killed_half_way, late, read_on_the_way
 from cluster.processes import run_ranks
 
 BUCKET_BYTES = 512  # a few rows of the small model: dozens of rounds
@@ -21,9 +21,20 @@ def test_every_pair_of_degrees_hands_over_bitwise() -> None:
             assert case["wrong"] == [], (rank, case)
             assert case["received"] == case["planned"], (rank, case)
             assert case["buffers"] <= 2 * BUCKET_BYTES, (rank, case)
-            assert case["version"] == 2 and case["dropped"] == [2], (rank, case)  # 1 was the load
+            assert case["version"] == 2, (rank, case)  # 1 was the load
+            assert case["dropped"] == [1], (rank, case)  # before anyone could read version 2
             moved += case["received"]
     assert moved > 0 and max(case["rounds"] for case in answers[0]) > 10
+
+
+def test_training_goes_on_while_the_rollout_waits_for_the_end() -> None:
+    for rank, found in enumerate(run_ranks(read_on_the_way, 2)):
+        assert found["training"] == [] and found["rollout"], rank  # new here, old or missing there
+        refused, why = found["hasty"]
+        assert refused == -1 and "rollout waited 0.0 s to read the weights, which publish hold" in why
+        assert "publish waited 0.0 s to write the weights, which publish hold" in found["writer"]
+        assert found["on the way"] == ([], [], 1)
+        assert found["versions"] == (2, 2) and found["patient"] == [(2, "")] and found["dropped"] == [1]
 
 
 def test_a_publish_that_dies_half_way_leaves_nothing_to_read(tmp_path: Path) -> None:

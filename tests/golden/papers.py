@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -17,7 +17,7 @@ from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.decoding import Rows
 from rollplex.planner.engine import StepTable
 from rollplex.planner.flops import ModelCounts
-from rollplex.planner.hardware import hardware
+from rollplex.planner.hardware import Hardware, hardware
 from rollplex.planner.lengths import LogNormal
 from rollplex.planner.load import GroupLoad, Prompt, video_prompt
 from rollplex.planner.parallel import Parallel
@@ -53,6 +53,9 @@ DECODE_STEP_S = 0.0124  # all of a decode step but reading keys and values
 PLACES = 88  # responses that the engine decodes at once
 SCATTER = 200.0  # requests by which those of a group are apart in the engine's queue
 FLOOR = 14  # groups that FGD keeps in the engine
+# By the paper's own figures there, 577 s of compute and a waiting ratio of 0.150 in 642 s from rollout to the end of
+# training: its trainers wait over a window that is longer by this, such as that of new weights for the engine.
+OUTSIDE_S = 577 / (1 - 0.150) - 642
 # From data sheets: 28 layers x 8 KV heads x 128 x 2 x 2 bytes a token over two A100 of 1.555 TB/s at 80 %.
 KV_TOKEN_S = 28 * 8 * 128 * 2 * 2 / (2 * 1.555e12 * 0.8)
 
@@ -70,7 +73,7 @@ def _means(steps: tuple[StepTimes, ...]) -> Mean:
     return Mean(
         mean(s.trained_s - s.start_s for s in steps),
         mean(s.dispatch_s - s.start_s for s in steps),
-        mean(s.waiting_ratio for s in steps),
+        mean(1 - s.compute_s / (s.trained_s - s.start_s + OUTSIDE_S) for s in steps),
     )
 
 
@@ -178,6 +181,31 @@ class Rollplex:
         )
         return found.seconds_per_step, mean(step.decoded_s - step.start_s for step in found.steps)
 
+    def rollout_s(self, rollout_tp: int, what: RolloutCosts) -> float:
+        """Seconds of the rollout of a serial step where a rollout costs what is said."""
+        train, rollout = Parallel(tensor=8, data=4), Parallel(tensor=rollout_tp, data=32 // rollout_tp)
+        cost = self._cost(PrefixMode.WHOLE, train, rollout, 0.0)
+        cost = replace(cost, rollout=replace(cost.rollout, hardware=what.device(rollout_tp)))
+        times, engines = PassTimes(cost), 8 // rollout_tp
+
+        def seconds(phase: Phase, load: GroupLoad | None) -> float:
+            return times.of(phase, load) * (what.prefills / engines if phase is Phase.PREFILL else 1)
+
+        def step(rows: Rows) -> float:
+            return cost.rollout.decode_step(rows).total + what.row_s * rows.rows
+
+        found = simulate(
+            schedule_named("serial"),
+            StepSpec(num_groups=8, reference=True, prefix=PrefixMode.WHOLE),
+            replace(self.feed, lengths=replace(self.feed.lengths, sigma=what.spread)),
+            Layout(engines=engines, blocks=4),
+            seconds=seconds,
+            table=StepTable(step, context_tokens=self.context),
+            steps=ROUNDS,
+            traced=(),
+        )
+        return mean(one.decoded_s - one.start_s for one in found.steps)
+
     def disaggregated(self) -> float:
         """Seconds of a step with half of the devices for each pool."""
         train, rollout = Parallel(tensor=8, data=2), Parallel(tensor=4, data=4)
@@ -193,6 +221,54 @@ class Rollplex:
             traced=(),
         )
         return found.seconds_per_step
+
+
+@dataclass(frozen=True)
+class RolloutCosts:
+    """What a rollout may cost beside what the model says, for the question why TP 8 should be slower than TP 4.
+
+    prefills: times that the engine computes a prompt. hop_s: latency of a hop of a collective. kernel_s: of a launch.
+    row_s: of the host for each row of a decode step. thin: bandwidth that shards at TP 8 reach, of that at TP 4.
+    """
+
+    prefills: int = 1
+    hop_s: float | None = None
+    kernel_s: float | None = None
+    row_s: float = 0.0
+    thin: float = 1.0
+    spread: float = RESPONSE_SPREAD
+
+    def device(self, rollout_tp: int) -> Hardware:
+        """The H800 of a rollout at that degree."""
+        device = hardware("h800")
+        if self.hop_s is not None:
+            device = replace(device, intra=replace(device.intra, latency_s=self.hop_s))
+        if self.kernel_s is not None:
+            device = device.reaching(kernel_s=self.kernel_s)
+        return device.reaching(memory=device.efficiency.memory * (self.thin if rollout_tp == 8 else 1.0))
+
+
+CHANGES = {
+    "nothing": RolloutCosts(),
+    "0.2 ms of the host for each row of a step": RolloutCosts(row_s=2e-4),
+    "each response prefills its prompt": RolloutCosts(prefills=8),
+    "that, and 10 us a kernel": RolloutCosts(prefills=8, kernel_s=1e-5),
+    "each response prefills its prompt, spread 0.4": RolloutCosts(prefills=8, spread=0.4),
+    "52 us a hop: an all-reduce over 8 takes 156 us": RolloutCosts(hop_s=52e-6),
+    "TP 8 reaches 0.43 of TP 4's bandwidth": RolloutCosts(thin=0.43),
+}
+
+
+def degree_rows() -> list[dict[str, float | str]]:
+    """Seconds of a rollout at TP 8 over TP 4 in each workload of Rollplex, with one thing changed at a time."""
+    ones = {name: Rollplex(*sizes) for name, sizes in WORKLOADS.items()}
+    return [
+        {
+            "workload": change,
+            **{name: one.rollout_s(8, what) / one.rollout_s(4, what) for name, one in ones.items()},
+        }
+        for change, what in CHANGES.items()
+    ]
 
 
 def rollplex_rows() -> list[dict[str, float | str]]:
@@ -310,11 +386,13 @@ COLUMNS: dict[str, dict[str, str]] = {
         "shared_rollplex_s": "rollplex s",
         "shared_stream_s": "stream s",
     },
+    "degree": {"workload": "changed", **{name: name for name in WORKLOADS}},
 }
 
 TABLES: dict[str, Callable[[], list[dict[str, float | str]]]] = {
     "rolloutpipe": rolloutpipe_rows,
     "rollplex": rollplex_rows,
+    "degree": degree_rows,
 }
 
 

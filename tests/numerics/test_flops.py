@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from numerics.cases import FAMILIES, MIXES, MODES, Rig, tiny_rig
 from rollplex.models.prefix import Activations, PrefixPack, backward_prefix, compute_prefix
-from rollplex.models.shapes import ModelShape, shape_from_hf
-from rollplex.planner.flops import Experts, ModelCounts
+from rollplex.models.shapes import Experts, ModelShape, shape_from_hf
+from rollplex.planner.flops import ModelCounts
 from rollplex.planner.load import GroupLoad, Prompt
 from rollplex.planner.work import Work
 from rollplex.rollout.decode import DecodeModel, PromptCache, SuffixCache

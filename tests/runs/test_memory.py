@@ -117,7 +117,7 @@ def test_a_plan_under_the_smallest_cap_is_carried_out_and_changes_no_bit(
         tmp_path, data__max_prompt_tokens=64, memory__cap_gib=(cap + 1) / 2**30, memory__stream_chunk_mib=1
     )
     trainer, ledgers = _steps(config)
-    plan = trainer.memory.plan
+    plan = trainer.learner.memory.plan
     assert plan is not None and plan.peak_bytes <= cap + 1
     moved = {name: str(choice.policy) for name, choice in plan.choices.items() if choice.policy.name != "KEEP"}
     assert moved["reference weights"] == "offload"

@@ -13,13 +13,15 @@ from rollplex.cli import app
 from rollplex.config import Config
 from rollplex.errors import ConfigError
 from rollplex.models.shapes import shape_of
+from rollplex.planner.beside import alone
+from rollplex.planner.calibrate import measured_spans
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import Hardware, hardware
 from rollplex.planner.load import GroupLoad, video_prompt
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.passes import Algorithm
-from rollplex.planner.traced_run import measured_run
+from rollplex.planner.traced_run import traced_steps
 from rollplex.recipes.load import dump_config, load_config
 from rollplex.recipes.packaged import packaged_recipe
 from rollplex.runtime.calibration import device_named
@@ -112,18 +114,19 @@ def test_spans_beside_the_window_are_left_out(tmp_path: Path) -> None:
     config = _config()
     spans = _spans(config, TRUE)
     metrics = [json.loads(line) for line in _metrics().splitlines()]
-    alone = measured_run(config, spans, metrics, TRUE, eager=False)
+    steps = traced_steps(config, spans, metrics, TRUE, eager=False)
     decode = max((span for span in spans if span.name == "decode"), key=lambda span: span.end_s)
     late = [dataclasses.replace(s, start_s=s.start_s + 1e3, end_s=s.end_s + 1e3) for s in spans if s is not decode]
     window = dataclasses.replace(decode, name="ref_prefix", lane="window")
-    assert len(measured_run(config, [*late, decode, window], metrics, TRUE, eager=False)) == len(alone) - 1
+    assert len(measured_spans(alone([*late, decode, window]), steps)) == len(measured_spans(alone(spans), steps)) - 1
 
 
 def test_lengths_are_those_of_the_metrics() -> None:
     """Predictions for the true machine are the spans to a rounding: prompts and responses were found again."""
     config = _config()
     metrics = [json.loads(line) for line in _metrics().splitlines()]
-    for one in measured_run(config, _spans(config, TRUE), metrics, TRUE, eager=False):
+    spans = _spans(config, TRUE)
+    for one in measured_spans(spans, traced_steps(config, spans, metrics, TRUE, eager=False)):
         assert one.predict(TRUE) == pytest.approx(one.seconds, rel=1e-6), one.phase
 
 
@@ -137,7 +140,7 @@ def test_lengths_are_those_of_the_metrics() -> None:
 )
 def test_runs_that_cannot_be_told_apart(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        measured_run(_config(*overrides), [], [], TRUE, eager=False)
+        traced_steps(_config(*overrides), [], [], TRUE, eager=False)
 
 
 def test_folders_that_are_no_traced_run(tmp_path: Path) -> None:

@@ -101,3 +101,26 @@ def test_refusals(args: tuple[str, ...], words: tuple[str, ...]) -> None:
     output = " ".join(result.output.split())
     assert result.exit_code == 2, output
     assert all(word in output for word in words), output
+
+
+QWEN3_VL_30B_A3B = {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "vision_config": {"out_hidden_size": 2048},
+}  # fmt: skip
+
+
+def test_a_mixture_of_experts_is_planned_from_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_30B_A3B))
+    recipe = ("rollplex_32b", "model.build=null", f"model.path={tmp_path}", "rollout.prompts_per_step=8")
+    result = _plan(*recipe, "memory.cap_gib=80", "--gpus", "8", "--hardware", "h800", "--json")
+    assert result.exit_code == 0, result.output
+    plans = json.loads(result.stdout)["plans"]
+    assert any(plan[side]["expert"] > 1 for plan in plans for side in ("training", "rollout"))
+    assert all(plan["sharing"] is None for plan in plans)
+    alone = _plan(*recipe)
+    assert alone.exit_code == 2 and "128 experts" in alone.output and "--gpus" in alone.output

@@ -11,9 +11,9 @@ from rollplex.memory.contract import step_records
 from rollplex.memory.records import MemoryRecord
 from rollplex.memory.step_shape import Hardware, StepShape
 from rollplex.memory.timeline import TIMELINES
-from rollplex.models.shapes import ModelShape, shape_from_hf
+from rollplex.models.shapes import Experts, ModelShape, shape_from_hf
 from rollplex.planner.divided import divided
-from rollplex.planner.flops import Experts, ModelCounts
+from rollplex.planner.flops import ModelCounts
 from rollplex.planner.parallel import Parallel
 
 TEXT: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8,

@@ -8,10 +8,13 @@ import json
 import pytest
 
 from rollplex.errors import ConfigError
-from rollplex.models.shapes import ModelShape, shape_from_hf
-from rollplex.planner.flops import Experts, ModelCounts
+from rollplex.models.shapes import Experts, ModelShape, shape_from_hf
+from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import HARDWARE, hardware, hardware_facts, hardware_from_facts
+from rollplex.planner.load import GroupLoad, Prompt
 from rollplex.planner.parallel import Parallel, gradient_traffic, sweep_traffic
+from rollplex.planner.passes import Algorithm, passes
+from rollplex.schedule.spec import Phase
 
 TOKENS, HIDDEN, LAYERS = 1000, 512, 6
 
@@ -41,6 +44,21 @@ def test_tensor_parallelism_reduces_twice_a_layer() -> None:
 def test_a_context_ring_passes_keys_and_values_on() -> None:
     # 250 tokens of K and V (2 heads of 64, 2 bytes) to the neighbour, three times a layer.
     assert _volume(Parallel(context=4)) == {"context": LAYERS * 3 * 250 * 2 * 2 * 64 * 2}
+
+
+def test_a_ring_passes_the_prompt_to_its_responses_and_gradients_back() -> None:
+    group, plan = GroupLoad(Prompt(4000), (101,) * 8), Parallel(context=4)
+    algorithm = Algorithm(micro_batch_tokens=400)  # 800 tokens fed: two micro-batches, each with the whole prompt
+    token = 2 * 2 * 64 * 2
+    sent = {}
+    for phase in (Phase.REF_PREFIX, Phase.PREFIX_BACKWARD, Phase.REF_RESPONSE, Phase.ACTOR_RESPONSE):
+        (one,) = passes(phase, group, COUNTS, algorithm)
+        (part,) = sweep_traffic(COUNTS, plan, one.tokens, one.sweeps, ring_tokens=one.ring_tokens)
+        sent[phase] = part.nbytes / (LAYERS * 3 / 4 * token)
+    attended = 800 + 2 * 4000
+    assert sent[Phase.REF_PREFIX] == 4000
+    assert sent[Phase.PREFIX_BACKWARD] == 3 * 4000  # forward once more, then keys and values with their gradients
+    assert (sent[Phase.REF_RESPONSE], sent[Phase.ACTOR_RESPONSE]) == (attended, 3 * attended)
 
 
 def test_experts_send_each_token_to_its_experts_and_back() -> None:
@@ -76,6 +94,7 @@ def test_parameters_of_a_device() -> None:
 
 def test_ranks_of_an_axis_decide_the_link() -> None:
     plan, device = Parallel(tensor=4, data=8), hardware("h800")
+    assert str(plan) == "TP4 PP1 DP8" and str(Parallel(2, context=4, expert=4)) == "TP2 PP1 DP1 CP4 EP4"
     assert (plan.span("tensor"), plan.span("data")) == (4, 29)
     assert device.link(plan.span("tensor")) == device.intra
     assert device.link(plan.span("data")) == device.inter

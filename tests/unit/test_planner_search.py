@@ -8,14 +8,26 @@ import pytest
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.planner.arrangements import arrangements, sides, splits
+from rollplex.models.shapes import Experts
+from rollplex.planner.arrangements import Degrees, arrangements, splits
 from rollplex.planner.breakdown import breakdown
 from rollplex.planner.fit import needs
+from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import hardware
 from rollplex.planner.memory import memory_section
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.remedies import refusal
-from rollplex.planner.search import GIB, STEPS, Fitting, Search, cap_of, on_devices, search, step_seconds
+from rollplex.planner.search import (
+    GIB,
+    STEPS,
+    Fitting,
+    Search,
+    cap_of,
+    degrees_of,
+    on_devices,
+    search,
+    step_seconds,
+)
 from rollplex.planner.search_report import answer, search_facts, search_lines
 from rollplex.planner.step_bound import StepBound
 from rollplex.planner.workload import SIMULATED, Arrangement, Assumptions, Workload
@@ -44,7 +56,7 @@ def _workload(devices: int, *overrides: str) -> Workload:
 
 def test_every_arrangement_uses_all_devices_and_divides_the_model() -> None:
     workload = _workload(8)
-    plans = arrangements(workload.counts, 8, 8, sequence=True).plans
+    plans = arrangements(degrees_of(workload), 8, 8).plans
     assert {plan.schedule for plan in plans} == set(SIMULATED)
     assert len(set(plans)) == len(plans)
     for plan in plans:
@@ -53,11 +65,32 @@ def test_every_arrangement_uses_all_devices_and_divides_the_model() -> None:
         plan.rollout.check(workload.counts)
         if not plan.pools:  # one backing for both sides
             assert plan.train.tensor % plan.rollout.tensor == plan.train.pipeline % plan.rollout.pipeline == 0
-    assert {side.tensor for side in sides(workload.counts, 40)} == {1, 2, 4, 8}  # 5 divides 40 query, not 8 KV heads
+    assert {side.tensor for side in degrees_of(workload).training(40)} == {
+        1,
+        2,
+        4,
+        8,
+    }  # 5 divides 40 query, not 8 KV heads
     assert (splits(32), splits(2), splits(1)) == ([4, 8, 12, 16, 20, 24, 28], [1], [])
-    few = arrangements(workload.counts, 3, 8, sequence=True)
+    few = arrangements(degrees_of(workload), 3, 8)
     assert few.left_out["whose replicas do not divide the prompts"] > 0
     assert all(3 % plan.train.data == 0 for plan in few.plans if not plan.pools)
+
+
+def test_context_and_experts_are_axes() -> None:
+    workload = _workload(8, "data.max_prompt_tokens=16384")
+    degrees = degrees_of(workload)
+    assert {side.context for side in degrees.training(8)} == {1, 2, 4}  # parts of 4,096 tokens at least
+    assert {side.context for side in degrees.rollout(8)} == {side.expert for side in degrees.training(8)} == {1}
+    mixture = Degrees(ModelCounts(workload.counts.shape, 2, Experts(12, 2)), prompt_tokens=2048)
+    assert {side.expert for side in mixture.training(8)} == {1, 2, 4}  # 8 does not divide 12 experts
+    for side in (*degrees.training(8), *mixture.training(8), *mixture.rollout(8)):
+        assert side.devices == 8
+        side.check(mixture.counts if side.expert > 1 else degrees.counts)
+    for plan in arrangements(mixture, 8, 8).plans:
+        assert plan.pools or plan.train.expert % plan.rollout.expert == 0  # one backing: the rollout holds more
+    with pytest.raises(ConfigError, match="does not divide 12 experts"):
+        Parallel(data=8, expert=8).check(mixture.counts)
 
 
 def test_sides_that_do_not_fit_together_are_refused() -> None:
@@ -68,7 +101,7 @@ def test_sides_that_do_not_fit_together_are_refused() -> None:
 def test_no_simulation_is_faster_than_its_bound() -> None:
     workload = _workload(8)
     bound = StepBound(workload, range(1, STEPS))
-    plans = arrangements(workload.counts, 8, 8, sequence=True).plans
+    plans = arrangements(degrees_of(workload), 8, 8).plans
     checked = set()
     for plan in plans[::2]:
         checked.add(plan.schedule)
@@ -80,7 +113,7 @@ def test_pruning_loses_nothing(found: Search) -> None:
     """Against checking and simulating all of them."""
     fitting = Fitting(found.workload, found.cap_bytes)
     every: list[tuple[float, Arrangement]] = []
-    for plan in arrangements(found.workload.counts, 8, 4, sequence=False).plans:
+    for plan in arrangements(degrees_of(found.workload), 8, 4).plans:
         fits = fitting.of(plan)
         if fits is not None:
             every.append((step_seconds(found.workload, plan) + max(f.plan.exposed_s for f in fits), plan))
@@ -102,7 +135,7 @@ def test_off_policy_is_compared_and_never_recommended(found: Search) -> None:
 
 def test_every_second_and_byte_is_accounted_for(found: Search) -> None:
     for ranked in (*found.best, *found.by_schedule.values()):
-        where = breakdown(found.workload, ranked)
+        where = breakdown(found.workload, ranked.plan, ranked.moves_s)
         assert where.seconds == pytest.approx(ranked.seconds)
         assert sum(where.causes.values()) == pytest.approx(ranked.seconds)
         assert sum(where.phases.values()) == pytest.approx(ranked.seconds)
@@ -116,7 +149,7 @@ def test_every_second_and_byte_is_accounted_for(found: Search) -> None:
 
 
 def test_hidden_time_is_the_schedules(found: Search) -> None:
-    hidden = {name: breakdown(found.workload, ranked).hidden_s for name, ranked in found.by_schedule.items()}
+    hidden = {name: breakdown(found.workload, ranked.plan, 0.0).hidden_s for name, ranked in found.by_schedule.items()}
     assert hidden["serial"] == hidden["disaggregated"] == 0
     assert min(hidden["rollplex"], hidden["stream"], hidden["async"]) > 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +10,8 @@ from hypothesis import strategies as st
 
 from rollplex.errors import ConfigError, StateError
 from rollplex.planner.engine import Engine, StepTable
-from rollplex.planner.lengths import LogNormal
 from rollplex.planner.load import GroupLoad, Prompt
-from rollplex.planner.simulate import Feed, Layout, simulate
+from rollplex.planner.simulate import Layout, simulate
 from rollplex.planner.virtual import VirtualExecutor
 from rollplex.schedule.pools import Disaggregated, RolloutPipe
 from rollplex.schedule.registry import POOL_SCHEDULES, SCHEDULES, schedule_named
@@ -21,30 +19,14 @@ from rollplex.schedule.run import Async
 from rollplex.schedule.scripted import ScriptedExecutor
 from rollplex.schedule.spec import Phase, StepSpec, Task
 from rollplex.schedule.step import Lane, Launch, Limits, run_step
-
-SECONDS = {
-    Phase.PREFILL: 0.3,
-    Phase.REWARD: 0.01,
-    Phase.REF_PREFIX: 0.5,
-    Phase.ACTOR_PREFIX: 0.5,
-    Phase.REF_RESPONSE: 0.1,
-    Phase.ACTOR_RESPONSE: 0.4,
-    Phase.PREFIX_BACKWARD: 1.5,
-    Phase.OPTIMIZER: 1.0,
-    Phase.PUBLISH: 0.2,
-}
-FEED = Feed([Prompt(1000), Prompt(4000)], 8, LogNormal(300, 0.7, 2048))
-
-
-def _table() -> StepTable:
-    return StepTable(lambda rows: 0.01 + 1e-5 * rows.rows + 1e-9 * rows.cached_tokens, context_tokens=2000)
+from simulation_speed import FEED, SECONDS, decode_table, measure
 
 
 def _simulate(name: str, groups: int, layout: Layout, **options):
     schedule = Async() if name == "async" else schedule_named(name)
     spec = StepSpec(num_groups=groups, reference=True)
     seconds = options.pop("seconds", lambda phase, load: SECONDS[phase])
-    return simulate(schedule, spec, FEED, layout, seconds=seconds, table=_table(), **options)
+    return simulate(schedule, spec, FEED, layout, seconds=seconds, table=decode_table(), **options)
 
 
 @settings(deadline=None, max_examples=40)
@@ -145,7 +127,9 @@ def test_pools_hide_what_one_after_the_other_shows() -> None:
     spec = StepSpec(num_groups=8)
     layout = Layout(engines=1, trainers=1, places=16)
     times = [
-        simulate(schedule, spec, FEED, layout, seconds=lambda phase, load: SECONDS[phase], table=_table()).steps[0]
+        simulate(schedule, spec, FEED, layout, seconds=lambda phase, load: SECONDS[phase], table=decode_table()).steps[
+            0
+        ]
         for schedule in (Disaggregated(), RolloutPipe(fgd=False), RolloutPipe(floor=2))
     ]
     assert times[0].dispatch_s >= times[0].decoded_s > times[1].dispatch_s
@@ -166,24 +150,19 @@ def test_mistakes_are_named() -> None:
         Layout(engines=0)
 
 
-def _cpu_seconds_per_event(name: str, groups: int, blocks: int) -> float:
-    """The least of three, as other processes get in the way of caches too."""
-    layout = Layout(engines=2 if blocks > 1 else max(1, groups // 8), blocks=blocks, trainers=max(1, groups // 16))
+def _us_per_event(name: str, devices: int) -> float:
+    """CPU time, the least of three, as other processes get in the way of caches too."""
     found = []
     for _ in range(3):
         gc.collect()
-        start = time.process_time()
-        events = _simulate(name, groups, layout, steps=1, traced=()).events
-        found.append((time.process_time() - start) / events)
-    return min(found)
+        found.append(measure(name, devices, 1)["us_per_event"])
+    return float(min(found))
 
 
-@pytest.mark.parametrize(
-    ("name", "small", "large"), [("rollplex", (8, 8), (8, 64)), ("rolloutpipe", (64, 1), (512, 1))]
-)
-def test_time_is_linear_in_events(name: str, small: tuple[int, int], large: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", ["rollplex", "disaggregated", "rolloutpipe"])
+def test_time_is_linear_in_events(name: str) -> None:
     """Eight times the events, and an event costs about as much: quadratic work would be eight times over. The bounds
     leave room for a busy machine; measured figures: docs/simulation.md."""
-    few, many = (_cpu_seconds_per_event(name, *size) for size in (small, large))
+    few, many = (_us_per_event(name, devices) for devices in (64, 512))
     assert many < 4 * few
-    assert many < 300e-6
+    assert many < 300

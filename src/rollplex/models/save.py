@@ -7,7 +7,7 @@ weights, and it would copy them all at once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,26 +24,28 @@ def save_pretrained(
     folder: str | Path,
     *,
     lora: Literal["adapter", "merged", "base"] = "adapter",
+    tensors: Sequence[StoredTensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write `model` and `processor` to `folder` (made when absent); the plain auto classes load them back exactly.
 
     A LoRA model is written as a peft adapter, as one ordinary model with the adapters merged into the weights, or as
-    its untouched base; for others `lora` has no effect. The model itself is not changed. A file system error comes
-    through as OSError or SafetensorError. Raises ModelError when the config says that input and output embeddings are
-    tied and they are not.
+    its untouched base; for others `lora` has no effect. tensors: those of `stored_state`, where `model` is their names
+    and sizes only. The model itself is not changed. A file system error comes through as OSError or SafetensorError.
+    Raises ModelError when the config says that input and output embeddings are tied and they are not.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if is_lora(model) and lora == "adapter":
-        tensors = [StoredTensor.of(name, tensor) for name, tensor in stored_state(model).items()]
-        write_tensors(tensors, folder, weights_stem(model), shard_bytes)
+        adapters = [StoredTensor.of(name, tensor) for name, tensor in stored_state(model).items()]
+        write_tensors(adapters, folder, weights_stem(model), shard_bytes)
         adapter_config = copy.deepcopy(model.peft_config[model.active_adapter])
         adapter_config.inference_mode = True
         adapter_config.save_pretrained(folder)
     else:
         _save_config(model, folder)
-        write_tensors(list(_lora_free(model, merged=lora == "merged")), folder, "model", shard_bytes)
+        whole = list(_lora_free(model, merged=lora == "merged")) if tensors is None else tensors
+        write_tensors(whole, folder, "model", shard_bytes)
     processor.save_pretrained(folder)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,30 @@ from rollplex.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in every decoder layer: `active` of `count` gated MLPs per token, and a linear router.
+
+    `TextShape.intermediate_size` is then the width of one expert. Routing is taken to be uniform.
+    """
+
+    count: int
+    active: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.active <= self.count:
+            raise ValueError(f"{self.active} of {self.count} experts are active, needed 1 to all of them")
+
+    def touched(self, tokens: float) -> float:
+        """Experts whose weights `tokens` tokens need, on average: E (1 - (1 - a/E)^T)."""
+        return self.count * (1.0 - math.pow(1.0 - self.active / self.count, tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class TextShape:
-    """Sizes of the language model. `num_heads * head_dim` need not be `hidden_size` (Qwen3-VL)."""
+    """Sizes of the language model. `num_heads * head_dim` need not be `hidden_size` (Qwen3-VL).
+
+    experts: of a mixture, which plans can count and no adapter can train; None: a dense model.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -26,6 +49,7 @@ class TextShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int  # rows of the embedding, before any padding
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +130,18 @@ _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(_TEXT_DEFAULTS)
+# A mixture: the sizes of its family but for the MLP, with the defaults of its own configuration class.
+_MIXTURES = {"qwen3_vl_moe": "qwen3_vl"}
+_MIXTURE_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
 _KINDS = {False: "positive whole number", True: "list of whole numbers"}
 _BUILT_POSITION_GRID = 16  # learned positions per side of a built Qwen3-VL tower, resampled to each image's grid
 
@@ -183,9 +219,14 @@ def shape_from_hf(config: Mapping[str, Any], source: str) -> ModelShape:
     A number that is left out is the default of the family's configuration class, as in transformers. Older Qwen2.5-VL
     files hold the language model's numbers at the top. Raises ModelError for an unknown family or what is no number.
     """
-    family = str(config.get("model_type"))
+    named = str(config.get("model_type"))
+    family = _MIXTURES.get(named, named)
     _check_family(family, f"model_type of {source}")
-    text = _numbers(config.get("text_config") or config, _TEXT_DEFAULTS[family], f"{source} text_config")
+    found, defaults = config.get("text_config") or config, _TEXT_DEFAULTS[family]
+    experts = None
+    if named in _MIXTURES:
+        found, experts, defaults = _mixture(found, f"{source} text_config")
+    text = _numbers(found, defaults, f"{source} text_config")
     vision = _numbers(config.get("vision_config") or {}, _VISION_DEFAULTS[family], f"{source} vision_config")
     hidden, heads, kv_heads = (text[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if heads % kv_heads or ("head_dim" not in text and hidden % heads):
@@ -205,6 +246,7 @@ def shape_from_hf(config: Mapping[str, Any], source: str) -> ModelShape:
             num_kv_heads=kv_heads,
             head_dim=text.get("head_dim", hidden // heads),
             vocab_size=text["vocab_size"],
+            experts=experts,
         ),
         vision=VisionShape(
             depth=vision["depth"],
@@ -223,6 +265,24 @@ def shape_from_hf(config: Mapping[str, Any], source: str) -> ModelShape:
         ),
         tied=bool(config.get("tie_word_embeddings", False) or (family == "qwen2_5_vl" and inner)),
     )
+
+
+def _mixture(found: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], Experts, dict[str, int]]:
+    """The numbers of one expert as those of a dense model, the experts, and the defaults of what is left out."""
+    sparse = found.get("decoder_sparse_step") or 1, found.get("mlp_only_layers") or []
+    if sparse != (1, []):
+        raise ModelError(
+            f"{source} has dense layers among its experts (decoder_sparse_step {sparse[0]}, mlp_only_layers "
+            f"{sparse[1]}); counted are models with experts in every layer"
+        )
+    numbers = _numbers({"num_experts": found.get("num_local_experts"), **found}, _MIXTURE_DEFAULTS, source)
+    try:
+        experts = Experts(numbers["num_experts"], numbers["num_experts_per_tok"])
+    except ValueError as error:
+        raise ModelError(f"{source}: {error} (num_experts, num_experts_per_tok)") from error
+    one = {"intermediate_size": numbers["moe_intermediate_size"]}
+    heads = {"head_dim": found["head_dim"]} if found.get("head_dim") is not None else {}
+    return {**found, **one}, experts, {**numbers, **one, **heads}
 
 
 def check_build(config: BuildConfig) -> None:

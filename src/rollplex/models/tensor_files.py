@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -67,6 +68,16 @@ def read_tensors(folder: Path, stem: str = "model") -> Iterator[tuple[str, torch
         with safe_open(folder / file_name, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)
+
+
+@contextmanager
+def sliced_tensors(folder: Path, stem: str = "model") -> Iterator[dict[str, Any]]:
+    """Slices of all tensors of `stem` by name, read from their files when they are indexed, for the block."""
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(safe_open(folder / name, framework="pt")) for name in tensor_file_names(folder, stem)
+        ]
+        yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
 
 
 def tensor_shapes(folder: Path, stem: str = "model") -> dict[str, tuple[tuple[int, ...], str]]:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rollplex.errors import ConfigError
+from rollplex.models.fused import mark_backed
 from rollplex.models.policy import Policy
 from rollplex.parallel.waits import Peers
 
@@ -72,6 +73,8 @@ class DataShards:
                 module.unshard()
             self._root.set_requires_gradient_sync(False)
             self._root.set_reshard_after_backward(False)
+        for parameter in self.model.parameters():  # the next gather writes where they are now
+            mark_backed(parameter)
 
     def reduce(self) -> dict[str, torch.Tensor]:
         """This rank's rows of the gradients, summed over ranks; the model is left divided.
@@ -98,6 +101,22 @@ class DataShards:
                 gradients[name] = _local(shard.grad)
                 shard.grad = None
         return gradients
+
+    def whole(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """All rows of what is divided as weight `name` is, from this rank's `rows`. All ranks must call it."""
+        shard = self._shards[name]
+        assert isinstance(shard, DTensor)
+        divided: Any = DTensor.from_local(
+            rows, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+        )
+        with self.peers.waiting(f"gather of {name} from data-parallel ranks"):
+            full: torch.Tensor = divided.full_tensor()
+        return full
+
+    def rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of what is divided as a weight is: equal runs, the last ones shorter or empty."""
+        parts = torch.chunk(whole, self.peers.size)
+        return parts[self.peers.rank] if self.peers.rank < len(parts) else whole[:0]
 
     @property
     def _device(self) -> torch.device:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous as meet
 
-from rollplex.errors import ConfigError, DeadlineError
+from rollplex.errors import ConfigError, DeadlineError, PeerError
 from rollplex.parallel.tensor_ranks import ProcessRanks
 from rollplex.parallel.waits import Peers
+from rollplex.parallel.witness import Whereabouts, Witness
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,23 @@ class Job:
     world: int
     device: Literal["cpu", "cuda"]
     deadline_s: float
+    witness: Witness
+
+    @property
+    def everyone(self) -> Peers:
+        """All processes of the job."""
+        return Peers(dist.group.WORLD, "the job", self.deadline_s, self.witness)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Leave word of an error that ends the block, for those who wait for this rank."""
+        try:
+            yield
+        except PeerError:  # the first one to end has told already
+            raise
+        except BaseException as error:
+            self.witness.tell(error)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +55,32 @@ class TrainGrid:
 
 
 def join_job(rank: int, world: int, rendezvous: str, *, device: Literal["cpu", "cuda"], deadline_s: float) -> Job:
-    """Meet the other processes at `rendezvous`, a URL of torch.distributed such as file:///path or tcp://host:port.
+    """Meet the other processes at `rendezvous`, a URL of torch.distributed such as env://, file:///path or
+    tcp://host:port.
 
     Processes on CPUs talk over gloo, on GPUs over NCCL. Raises DeadlineError when they do not all come in time.
     """
+    patience = timedelta(seconds=deadline_s)
     try:
+        store, _, _ = next(meet(rendezvous, rank, world, timeout=patience))
         dist.init_process_group(
             "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=rendezvous,
+            store=dist.PrefixStore("default", store),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=deadline_s),
+            timeout=patience,
         )
     except RuntimeError as error:
         raise DeadlineError(
             f"rank {rank} of {world} waited {deadline_s:.0f} s for the others at {rendezvous}; start all of them"
         ) from error
-    Peers(dist.group.WORLD, "the job", deadline_s).barrier("start of the job")
-    return Job(rank, world, device, deadline_s)
+    found = Peers(dist.group.WORLD, "the job", deadline_s).exchange(Whereabouts.own(), "start of the job")
+    return Job(rank, world, device, deadline_s, Witness(store, rank, found))
+
+
+def leave_job() -> None:
+    """End of a job that has done all its work. After an error processes simply end: their peers may be gone already."""
+    dist.destroy_process_group()
 
 
 def replicas(world: int, degree: int, block: int) -> list[list[int]]:
@@ -80,8 +109,8 @@ def train_grid(job: Job, degree: int, block: int) -> TrainGrid:
     Raises ConfigError when groups and blocks do not fill the job.
     """
     mesh = DeviceMesh(job.device, replicas(job.world, degree, block), mesh_dim_names=("data", "tensor"))
-    tensor = Peers(mesh["tensor"].get_group(), "training's tensor-parallel ranks", job.deadline_s)
-    data = Peers(mesh["data"].get_group(), "training's data-parallel ranks", job.deadline_s)
+    tensor = _peers(job, mesh["tensor"].get_group(), "training's tensor-parallel ranks")
+    data = _peers(job, mesh["data"].get_group(), "training's data-parallel ranks")
     return TrainGrid(ProcessRanks(tensor), data, mesh["data"])
 
 
@@ -103,4 +132,8 @@ def block_peers(job: Job, block: int) -> Peers:
 
 def _group(job: Job, members: list[list[int]], name: str) -> Peers:
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=job.deadline_s))
-    return Peers(group, name, job.deadline_s)
+    return _peers(job, group, name)
+
+
+def _peers(job: Job, group: object, name: str) -> Peers:
+    return Peers(group, name, job.deadline_s, job.witness)

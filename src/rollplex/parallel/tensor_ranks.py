@@ -44,13 +44,11 @@ class ProcessRanks:
         """`x` summed over ranks, outside autograd."""
         return self.summed(x, "sum of partial results")
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
-        """(size, ...): `x` of every rank in order, outside autograd."""
+    def join(self, x: torch.Tensor, what: str = "gather of vocabulary parts") -> torch.Tensor:
+        """(size, ...): `x` of every rank in order, outside autograd; `what` names the gather in errors."""
         own = x.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        self.peers.wait(
-            dist.all_gather(parts, own, group=self.peers.group, async_op=True), "gather of vocabulary parts"
-        )
+        self.peers.wait(dist.all_gather(parts, own, group=self.peers.group, async_op=True), what)
         return torch.stack(parts)
 
     def summed(self, x: torch.Tensor, what: str) -> torch.Tensor:

@@ -7,20 +7,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from rollplex.errors import DeadlineError, PeerError
+from rollplex.parallel.witness import Witness
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """A process group, this process's place in it, and how long to wait for the others (seconds)."""
+    """A process group, this process's place in it, how long to wait for the others (seconds), and who can say what
+    became of them."""
 
     group: Any  # torch.distributed.ProcessGroup
     name: str  # for messages, such as "training's tensor-parallel ranks"
     deadline_s: float
+    witness: Witness | None = None
 
     @property
     def rank(self) -> int:
@@ -49,11 +54,12 @@ class Peers:
             waited, where = monotonic() - began, f"rank {self.rank} of {self.size} of {self.name}"
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise DeadlineError(
-                    f"{what}: {where} waited {waited:.1f} s for the other ranks; look for the first error among them"
+                    f"{what}: {where} waited {waited:.1f} s for the other ranks{self._told()}; look for the first "
+                    "error among them"
                 ) from error
             raise PeerError(
-                f"{what}: {where} lost another rank after {waited:.1f} s ({_first_line(error)}); look for the first "
-                "error among them, then start the job again from its last checkpoint"
+                f"{what}: {where} lost another rank after {waited:.1f} s ({_first_line(error)}){self._told()}; look "
+                "for the first error among them, then start the job again from its last checkpoint"
             ) from error
 
     def barrier(self, what: str) -> None:
@@ -68,6 +74,15 @@ class Peers:
         with self.waiting(what):
             dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def first(self, value: T, what: str) -> T:
+        """A small Python object as the group's first rank has it."""
+        found: T = self.exchange(value if self.rank == 0 else None, what)[0]
+        return found
+
+    def _told(self) -> str:
+        told = self.witness.told() if self.witness is not None else ""
+        return f": {told}" if told else ""
 
 
 def _first_line(error: Exception) -> str:

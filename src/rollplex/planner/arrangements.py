@@ -1,8 +1,15 @@
 """Every way to arrange a step on a number of devices: schedules, degrees of both sides, splits into pools. Pure.
 
-Degrees are tensor x pipeline x data. Tensor degrees divide query and key/value heads and the MLP, pipeline degrees the
-layers, and what is left are whole replicas. Colocated, the rollout's tensor and pipeline degrees divide training's (one
-backing for both, weights/layout.py) and the blocks divide the prompts. Pools are split at eighths of the devices.
+Degrees of each side, which all divide what they are of:
+
+    tensor    query and key/value heads and the MLP; sequence parallelism with it as the recipe says
+    pipeline  the layers
+    context   training's prompts, into parts of at least LEAST_PART tokens; a rollout decodes one token at a time
+    expert    the experts, where the model has any; inside context x data, so no device is for experts alone
+    data      what is left: whole replicas
+
+Colocated, the rollout's tensor, pipeline and expert degrees divide training's (one backing for both, weights/layout.py)
+and the blocks divide the prompts. Pools are split at eighths of the devices.
 """
 
 from __future__ import annotations
@@ -15,6 +22,8 @@ from rollplex.planner.parallel import Parallel
 from rollplex.planner.workload import COLOCATED, SIMULATED, Arrangement
 
 _SPLITS = 8
+# An assumption: with fewer tokens a device the ring waits for its latencies, and the search only grows.
+LEAST_PART = 4096
 
 
 @dataclass
@@ -29,17 +38,55 @@ class Considered:
         self.left_out[reason] = self.left_out.get(reason, 0) + count
 
 
-def arrangements(counts: ModelCounts, prompts: int, devices: int, *, sequence: bool) -> Considered:
-    """All arrangements of `prompts` prompts a step. sequence: training's sequence parallelism."""
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """The degrees to choose from for one model and step. Example: Degrees(counts, prompt_tokens=8192).sides(32)
+
+    prompt_tokens: of the longest prompt. sequence: training's sequence parallelism.
+    """
+
+    counts: ModelCounts
+    prompt_tokens: int
+    sequence: bool = True
+
+    def training(self, devices: int) -> Iterator[Parallel]:
+        """All degrees of training on exactly `devices` devices."""
+        return self._sides(devices, max(1, self.prompt_tokens // LEAST_PART), self.sequence)
+
+    def rollout(self, devices: int) -> Iterator[Parallel]:
+        """All degrees of the rollout on exactly `devices` devices."""
+        return self._sides(devices, 1, True)
+
+    def _sides(self, devices: int, most_context: int, sequence: bool) -> Iterator[Parallel]:
+        text, experts = self.counts.shape.text, self.counts.experts
+        for tensor in _divisors(devices):
+            if text.num_heads % tensor or text.num_kv_heads % tensor or text.intermediate_size % tensor:
+                continue
+            for pipeline in _divisors(devices // tensor):
+                if text.num_layers % pipeline:
+                    continue
+                replicas = devices // tensor // pipeline
+                for expert in _divisors(replicas):
+                    if expert > 1 and (experts is None or experts.count % expert):
+                        continue
+                    for context in _divisors(replicas):
+                        if context <= most_context and self.prompt_tokens % context == 0:
+                            data = replicas // context
+                            yield Parallel(tensor, pipeline, data, context, expert, sequence)
+
+
+def arrangements(degrees: Degrees, prompts: int, devices: int) -> Considered:
+    """All arrangements of `prompts` prompts a step."""
     found = Considered()
-    for train, rollout in _colocated(counts, devices, sequence):
+    for train, rollout in _colocated(degrees, devices):
         if prompts % train.data:
             found.leave_out("whose replicas do not divide the prompts", len(COLOCATED))
         else:
             found.plans += [Arrangement(name, train, rollout) for name in COLOCATED]
     for sampling in splits(devices):
-        for train in sides(counts, devices - sampling, sequence):
-            for rollout in sides(counts, sampling):
+        rollouts = list(degrees.rollout(sampling))
+        for train in degrees.training(devices - sampling):
+            for rollout in rollouts:
                 if prompts < max(train.data, rollout.data):
                     found.leave_out("with more replicas than prompts", len(SIMULATED) - len(COLOCATED))
                 else:
@@ -47,28 +94,18 @@ def arrangements(counts: ModelCounts, prompts: int, devices: int, *, sequence: b
     return found
 
 
-def sides(counts: ModelCounts, devices: int, sequence: bool = True) -> Iterator[Parallel]:
-    """All degrees of one side on exactly `devices` devices."""
-    text = counts.shape.text
-    for tensor in _divisors(devices):
-        if text.num_heads % tensor or text.num_kv_heads % tensor or text.intermediate_size % tensor:
-            continue
-        for pipeline in _divisors(devices // tensor):
-            if text.num_layers % pipeline == 0:
-                data = devices // tensor // pipeline
-                yield Parallel(tensor, pipeline, data, sequence=sequence)
-
-
 def splits(devices: int) -> list[int]:
     """Devices of the rollout pool. Example: 4, 8, .. 28 of 32; 1 of 2."""
     return sorted({devices * part // _SPLITS for part in range(1, _SPLITS)} - {0})
 
 
-def _colocated(counts: ModelCounts, devices: int, sequence: bool) -> Iterator[tuple[Parallel, Parallel]]:
-    rollouts = list(sides(counts, devices))
-    for train in sides(counts, devices, sequence):
+def _colocated(degrees: Degrees, devices: int) -> Iterator[tuple[Parallel, Parallel]]:
+    rollouts = list(degrees.rollout(devices))
+    for train in degrees.training(devices):
         for rollout in rollouts:
-            if train.tensor % rollout.tensor == 0 and train.pipeline % rollout.pipeline == 0:
+            if not (
+                train.tensor % rollout.tensor or train.pipeline % rollout.pipeline or train.expert % rollout.expert
+            ):
                 yield train, rollout
 
 

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 
 from rollplex.planner.cost import Seconds, StepCost
 from rollplex.planner.parallel import gradient_traffic, sweep_traffic
 from rollplex.planner.passes import passes
-from rollplex.planner.search import STEPS, Ranked, judged, run_steps
-from rollplex.planner.workload import Workload
+from rollplex.planner.search import STEPS, judged, run_steps
+from rollplex.planner.workload import Arrangement, Workload
 from rollplex.schedule.spec import PER_STEP, Phase, Task
 from rollplex.trace import Span
 
@@ -58,12 +59,12 @@ class Breakdown:
         return max(self.causes, key=lambda cause: self.causes[cause])
 
 
-def breakdown(workload: Workload, ranked: Ranked) -> Breakdown:
-    """Of the steps that `ranked` was ranked by, with what its memory plan exposes."""
-    run, cost = run_steps(workload, ranked.plan, traced=True), workload.cost(ranked.plan)
+def breakdown(workload: Workload, plan: Arrangement, moves_s: float) -> Breakdown:
+    """Of the steps that `plan` is judged by (search.py). moves_s: what its memory plan exposes."""
+    run, cost = run_steps(workload, plan, traced=True), workload.cost(plan)
     (start_s, end_s), steps = judged(run), STEPS - 1
     phases, causes = defaultdict[str, float](float), defaultdict[str, float](float)
-    hidden_s = 0.0
+    hidden_s, parts_of = 0.0, cache(lambda phase: _parts(cost, phase))
     for moment in _moments(run.spans, start_s, end_s):
         for phase in moment.phases:
             seconds = moment.seconds / len(moment.phases) / steps
@@ -71,34 +72,36 @@ def breakdown(workload: Workload, ranked: Ranked) -> Breakdown:
             if phase == Phase.DECODE and moment.tail:
                 causes[TAIL] += seconds
             else:
-                for cause, share in _shares(cost, Phase(phase), seconds):
-                    causes[cause] += share
+                parts, whole_s = parts_of(phase)
+                for cause, part_s in parts:
+                    causes[cause] += seconds * part_s / whole_s
         if not moment.phases:
             phases[WAITING] += moment.seconds / steps
             causes[WAITING] += moment.seconds / steps
         hidden_s += moment.seconds * moment.both / steps
-    if ranked.moves_s:
-        phases[MEMORY] += ranked.moves_s
-        causes[MEMORY] += ranked.moves_s
-    total = (end_s - start_s) / steps + ranked.moves_s
-    return Breakdown(total, dict(phases), dict(causes), hidden_s, traffic(cost, ranked))
+    if moves_s:
+        phases[MEMORY] += moves_s
+        causes[MEMORY] += moves_s
+    total = (end_s - start_s) / steps + moves_s
+    return Breakdown(total, dict(phases), dict(causes), hidden_s, traffic(cost))
 
 
-def traffic(cost: StepCost, ranked: Ranked) -> dict[str, float]:
+def traffic(cost: StepCost) -> dict[str, float]:
     """Bytes of a step on one device: collectives by side and axis, gradients, weights published, copies to the host."""
     found = defaultdict[str, float](float)
     for name, side, phases in (
         ("rollout", cost.rollout, _SAMPLING),
         ("training", cost.train, tuple(p for p in Phase if p not in (*_SAMPLING, Phase.REWARD, *PER_STEP))),
     ):
-        for group in cost.groups:
+        for group, count in Counter(cost.groups).items():
             for phase in phases:
                 for one in passes(phase, group, side.counts, cost.algorithm):
-                    for part in sweep_traffic(side.counts, side.plan, one.tokens, one.sweeps):
-                        found[f"{name}, {part.axis} parallelism"] += part.nbytes / side.plan.data
+                    sent = sweep_traffic(side.counts, side.plan, one.tokens, one.sweeps, ring_tokens=one.ring_tokens)
+                    for part in sent:
+                        found[f"{name}, {part.axis} parallelism"] += count * part.nbytes / side.plan.data
             if name == "rollout":  # each token of each response goes through the layers once
                 for part in sweep_traffic(side.counts, side.plan, sum(n - 1 for n in group.responses)):
-                    found[f"{name}, {part.axis} parallelism"] += part.nbytes / side.plan.data
+                    found[f"{name}, {part.axis} parallelism"] += count * part.nbytes / side.plan.data
     for part in gradient_traffic(cost.train.counts, cost.train.plan):
         found["gradients summed and weights gathered over replicas"] += part.nbytes
     found["weights published to the rollout"] += cost.publish_bytes
@@ -149,9 +152,8 @@ def _busy(spans: Sequence[Span], start_s: float, end_s: float, sampling: bool) -
     return total
 
 
-def _shares(cost: StepCost, phase: Phase, seconds: float) -> Iterator[tuple[str, float]]:
-    """`seconds` of a phase by cause, in the cost model's proportions for a typical group."""
-    parts = cost.task(Task(phase) if phase in PER_STEP else Task(phase, 0))
-    for part in fields(Seconds):
-        if value := getattr(parts, part.name):
-            yield _CAUSE_OF[part.name], seconds * value / parts.total
+def _parts(cost: StepCost, phase: str) -> tuple[list[tuple[str, float]], float]:
+    """What the cost model makes of a phase of a typical group: seconds with their causes, and their sum."""
+    found = cost.task(Task(Phase(phase)) if phase in PER_STEP else Task(Phase(phase), 0))
+    parts = [(_CAUSE_OF[part.name], float(getattr(found, part.name))) for part in fields(Seconds)]
+    return [(cause, seconds) for cause, seconds in parts if seconds], found.total

@@ -24,6 +24,8 @@ from rollplex.schedule.spec import PER_STEP, Phase, Task
 from rollplex.trace import Span
 
 FREE = ("matmul", "attention", "memory", "kernel_s", "decode_step_s")
+# What can be fitted; `decode` only where decoding had fewer threads, or it would take over what the others explain.
+_FITTED = (*FREE, "decode")
 # Weight of the pull: a field a factor e from its start costs as much as one span that is 3 % off.
 _PULL = 0.03
 # Spans shorter than this are the clock's and the interpreter's.
@@ -123,9 +125,9 @@ def fit(measured: Sequence[Measured], start: Hardware, free: Sequence[str] = FRE
 
     Raises ConfigError without a span, for an unknown field, or for one that starts at 0 (its logarithm is fitted).
     """
-    unknown = [name for name in free if name not in FREE]
+    unknown = [name for name in free if name not in _FITTED]
     if unknown or not free:
-        raise ConfigError(f"{unknown or 'nothing'} cannot be fitted; fields: {', '.join(FREE)}")
+        raise ConfigError(f"{unknown or 'nothing'} cannot be fitted; fields: {', '.join(_FITTED)}")
     if not measured:
         raise ConfigError("no span of the trace belongs to a phase of the steps given; trace more steps of the run")
     zero = [name for name in free if getattr(start.efficiency, name) <= 0]

@@ -92,7 +92,7 @@ class Side:
     def seconds(self, one: Pass, micro_batches: int = 1) -> Seconds:
         """One pass on one replica; a pipeline is kept full by `micro_batches` of them."""
         text, vision = roofline(self._text(one.text), self.hardware), roofline(self._vision(one.vision), self.hardware)
-        traffic = sweep_traffic(self.counts, self.plan, one.tokens, one.sweeps)
+        traffic = sweep_traffic(self.counts, self.plan, one.tokens, one.sweeps, ring_tokens=one.ring_tokens)
         network = Seconds(network=network_seconds(traffic, self.plan, self.hardware))
         return (text + network).scaled(self.plan.bubble(micro_batches)) + vision
 
@@ -102,12 +102,12 @@ class Side:
         traffic = sweep_traffic(self.counts, self.plan, rows.rows)
         host = Seconds(host=self.hardware.efficiency.decode_step_s)
         network = Seconds(network=network_seconds(traffic, self.plan, self.hardware))
-        return (roofline(work, self.hardware) + network).scaled(self.plan.pipeline) + host
+        return (roofline(work, self._decoding) + network).scaled(self.plan.pipeline) + host
 
     def decode_work(self, rows: Rows) -> TokenSeconds:
         """What the tokens of `rows` take of an engine on their own, weights, launches and collectives left aside."""
         work = self._text(self.counts.decode_step(rows.rows, rows.pairs, rows.cached_tokens))
-        hardware = self.hardware
+        hardware = self._decoding
         products = work.matmul_flops / hardware.matmul_rate
         attention, cache = work.attention_flops / hardware.attention_rate, work.kv_bytes / hardware.byte_rate
         sent = network_seconds(
@@ -118,6 +118,10 @@ class Side:
         return TokenSeconds(
             (products + max(attention, cache) + rest) * factor, (products + attention + cache + rest) * factor
         )
+
+    @cached_property
+    def _decoding(self) -> Hardware:
+        return self.hardware.decoding
 
     @cached_property
     def _weight_share(self) -> float:

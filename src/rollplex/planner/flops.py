@@ -10,14 +10,13 @@ writing its outputs once; what products and attention read and write hides behin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from rollplex.memory.model_bytes import rank_parameters
-from rollplex.models.shapes import ModelShape
+from rollplex.models.shapes import Experts, ModelShape
 from rollplex.planner.load import GroupLoad, Prompt, window_sizes
 from rollplex.planner.work import NOTHING, Work
 
@@ -32,25 +31,6 @@ _HEAD_KERNELS = 3  # norm, product, log-softmax
 # fp32 passes over the logits of a chunk (models/logprobs.py): written, log-sum-exp, subtracted and exponentiated in
 # place, entropy.
 _LOGIT_BYTES = 6 * 4
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts in every decoder layer: `active` of `count` gated MLPs per token, and a linear router.
-
-    `TextShape.intermediate_size` is then the width of one expert. Routing is taken to be uniform.
-    """
-
-    count: int
-    active: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.active <= self.count:
-            raise ValueError(f"{self.active} of {self.count} experts are active, needed 1 to all of them")
-
-    def touched(self, tokens: float) -> float:
-        """Experts whose weights `tokens` tokens need, on average: E (1 - (1 - a/E)^T)."""
-        return self.count * (1.0 - math.pow(1.0 - self.active / self.count, tokens))
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,10 @@ class Efficiency:
     link: float = 0.75
     kernel_s: float = 2e-6  # per kernel, beyond its operations and bytes
     decode_step_s: float = 1e-3  # per decode step: sampling, scheduling, everything on the host
+    decode: float = 1.0  # rates in decode steps, as a part of those in passes: where decoding has fewer threads
 
     def __post_init__(self) -> None:
-        for name in ("matmul", "attention", "memory", "link"):
+        for name in ("matmul", "attention", "memory", "link", "decode"):
             if not 0 < getattr(self, name):
                 raise ConfigError(f"efficiency {name} is {getattr(self, name)}, needed above 0")
         if self.kernel_s < 0 or self.decode_step_s < 0:
@@ -92,6 +93,15 @@ class Hardware:
     def byte_rate(self) -> float:
         """Bytes per second that kernels move."""
         return self.memory_bandwidth * self.efficiency.memory
+
+    @property
+    def decoding(self) -> Hardware:
+        """The device as decode steps find it."""
+        own = self.efficiency
+        if own.decode == 1.0:
+            return self
+        rates = {name: getattr(own, name) * own.decode for name in ("matmul", "attention", "memory")}
+        return self.reaching(**rates, decode=1.0)
 
     def link(self, span: int) -> Link:
         """The slowest link of a group of devices whose first and last are `span` - 1 apart in rank order."""

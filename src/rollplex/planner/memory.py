@@ -14,7 +14,7 @@ from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanne
 from rollplex.memory.records import MemoryRecord, Policy, held_in
 from rollplex.memory.step_shape import Hardware, StepShape
 from rollplex.memory.timeline import TIMELINES
-from rollplex.models.shapes import shape_of
+from rollplex.models.shapes import ModelShape, shape_of
 
 GIB = 1 << 30
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -30,6 +30,7 @@ def memory_section(config: Config) -> dict[str, Any]:
     a model whose sizes are not known.
     """
     memory, shape = config.memory, step_shape(config)
+    refuse_experts(shape.model, "memory")
     timeline = TIMELINES[memory.schedule]
     hardware = memory_hardware(config)
     records = step_records(shape, hardware, timeline)
@@ -169,6 +170,15 @@ def _removed_in_turn(plan: MemoryPlan) -> Iterator[dict[str, Any]]:
         if choice.policy is not Policy.KEEP:
             peak = plan.replaced(record.name, record.keep).peak_bytes
             yield {"record": record.name, "policy": str(choice.policy), "peak_gib": _gib(peak)}
+
+
+def refuse_experts(shape: ModelShape, what: str) -> None:
+    """Raises ConfigError for a mixture of experts, whose own sizes only the search counts."""
+    if shape.text.experts is not None:
+        raise ConfigError(
+            f"the {what} table of a recipe counts dense models, found {shape.text.experts.count} experts (model.path); "
+            "give --gpus and --hardware: the search counts and spreads them"
+        )
 
 
 def _gib(nbytes: int) -> float:

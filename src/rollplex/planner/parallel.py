@@ -45,6 +45,12 @@ class Parallel:
                 "divisor of it"
             )
 
+    def __str__(self) -> str:
+        """Example: "TP8 PP1 DP2 CP2"; context and expert parallelism only where there are any."""
+        more = {"CP": self.context, "EP": self.expert}
+        degrees = {"TP": self.tensor, "PP": self.pipeline, "DP": self.data} | {k: n for k, n in more.items() if n > 1}
+        return " ".join(f"{axis}{degree}" for axis, degree in degrees.items())
+
     @property
     def replica(self) -> int:
         """Devices that work on one group together."""
@@ -109,21 +115,25 @@ class Traffic:
         return self.nbytes / (link.bandwidth * hardware.efficiency.link) + self.hops * link.latency_s
 
 
-def sweep_traffic(counts: ModelCounts, plan: Parallel, tokens: float, sweeps: float = 1.0) -> tuple[Traffic, ...]:
+def sweep_traffic(
+    counts: ModelCounts, plan: Parallel, tokens: float, sweeps: float = 1.0, *, ring_tokens: float | None = None
+) -> tuple[Traffic, ...]:
     """What a pass of `tokens` tokens through all layers sends, by axis; axes of one device send nothing.
 
-    sweeps: times that the layers are gone through; a backward is one more, and sends as much as the forward for each
-    axis but the context ring, whose backward sends keys and values and their gradients.
+    sweeps: times that the layers are gone through; a backward is one more, and sends as much as the forward. Not so the
+    context ring: it passes on the keys and values of `ring_tokens` tokens in all (absent: those of the pass, once a
+    sweep), in a backward their gradients besides, and those of a prompt that responses attend to.
     """
     text, e, t, c = counts.shape.text, counts.dtype_bytes, plan.tensor, plan.context
     layers, own = text.num_layers / plan.pipeline, tokens / c
+    ring = (sweeps * tokens if ring_tokens is None else ring_tokens) / c
     found = []
     if t > 1:
         reduced = own * text.hidden_size * e
         found.append(Traffic("tensor", sweeps * layers * 2 * 2 * reduced * (t - 1) / t, sweeps * layers * 2 * log2(t)))
     if c > 1:
-        kv = own * 2 * text.num_kv_heads * text.head_dim * e / min(t, text.num_kv_heads)
-        found.append(Traffic("context", sweeps * layers * (c - 1) * kv, sweeps * layers * (c - 1)))
+        kv = ring * 2 * text.num_kv_heads * text.head_dim * e / min(t, text.num_kv_heads)
+        found.append(Traffic("context", layers * (c - 1) * kv, sweeps * layers * (c - 1)))
     if plan.expert > 1 and counts.experts is not None:
         routed = own * counts.experts.active * text.hidden_size * e / t
         away = (plan.expert - 1) / plan.expert

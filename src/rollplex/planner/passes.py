@@ -48,13 +48,15 @@ class Algorithm:
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One pass of one model. `sweeps`: times that `tokens` tokens go through the layers, for collectives. `cut`: run in
-    micro-batches; prompts are not cut."""
+    micro-batches; prompts are not cut. `ring_tokens`: those whose keys and values go around a context ring, in all
+    sweeps together (parallel.py)."""
 
     name: str
     text: Work
     vision: Work
     tokens: float
     sweeps: float = 1.0
+    ring_tokens: float | None = None
     cut: bool = False
 
 
@@ -99,6 +101,12 @@ class _Group:
     def _fed(self) -> int:
         return sum(n - 1 for n in self.group.responses)
 
+    @property
+    def _attended(self) -> int:
+        """Tokens whose keys and values the responses attend to: their own, and the prompt's in every micro-batch."""
+        batches = max(1, ceil(self._fed / self.algorithm.micro_batch_tokens))
+        return self._fed + batches * self._copies * self.group.prompt.tokens
+
     def _prefill(self, who: str) -> Pass:
         prompt = self.group.prompt
         if self.algorithm.prefill_is_actor_prefix:
@@ -115,13 +123,14 @@ class _Group:
         tower = self.counts.vision_backward([prompt]) + self.counts.vision_again([prompt], mode)
         text = self.counts.prefix_backward([Prompt(prompt.tokens)], mode)
         name = f"{who} prefix backward ({mode})"
-        return Pass(name, copies * text, copies * tower, copies * prompt.tokens, 1.0 if mode == "graph" else 2.0)
+        sweeps, tokens = 1.0 if mode == "graph" else 2.0, copies * prompt.tokens
+        return Pass(name, copies * text, copies * tower, tokens, sweeps, ring_tokens=(sweeps + 1) * tokens)
 
     def _score(self, who: str) -> Pass:
         if self.algorithm.prefix is PrefixMode.WHOLE:
             return self._whole(f"{who} scoring, whole sequences", who, with_grad=False)
         text = self.counts.response([self.group], head=who != "critic")
-        return Pass(f"{who} scoring", text, NOTHING, self._fed, cut=True)
+        return Pass(f"{who} scoring", text, NOTHING, self._fed, ring_tokens=self._attended, cut=True)
 
     def _train(self, who: str) -> Pass:
         if self.algorithm.prefix is PrefixMode.WHOLE:
@@ -130,7 +139,8 @@ class _Group:
         text = counts.response(group) + counts.response_backward(group)
         if who == "critic":
             text = text + -1.0 * self._head_training()
-        return Pass(f"{who} responses, forward and backward", text, NOTHING, self._fed, 2.0, cut=True)
+        name = f"{who} responses, forward and backward"
+        return Pass(name, text, NOTHING, self._fed, 2.0, ring_tokens=3 * self._attended, cut=True)
 
     def _whole(self, name: str, who: str, *, with_grad: bool) -> Pass:
         counts, group = self.counts, self.group
@@ -151,7 +161,8 @@ class _Group:
         if who == "critic":
             text = text + -1.0 * (self._head_training() if with_grad else counts.head(group.response_tokens))
         tokens = sum(group.prompt.tokens + n for n in group.responses)
-        return Pass(name, text, tower, tokens, sweeps, cut=True)
+        ring = (sweeps + with_grad) * tokens
+        return Pass(name, text, tower, tokens, sweeps, ring_tokens=ring, cut=True)
 
     def _head_training(self) -> Work:
         head = self.counts.head(self.group.response_tokens)

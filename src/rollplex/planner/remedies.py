@@ -12,7 +12,7 @@ from math import ceil
 from rollplex.config import Config
 from rollplex.errors import ConfigError
 from rollplex.planner.arrangements import arrangements
-from rollplex.planner.search import GIB, Fitting, cap_of, on_devices
+from rollplex.planner.search import GIB, Fitting, cap_of, degrees_of, on_devices
 from rollplex.planner.workload import Arrangement, Assumptions, Workload
 
 _DOUBLINGS = 5  # of devices, and halvings of micro-batches and prompts
@@ -22,11 +22,10 @@ def refusal(config: Config, devices: int, assumed: Assumptions) -> ConfigError:
     """What nothing fitted into, what would be needed, and which options change that."""
     cap = cap_of(config, assumed)
     least, plan, where = _least(config, devices, assumed)
-    train, rollout = plan.train, plan.rollout
     found = [
         f"--gpus {devices} --hardware {assumed.hardware.name}: nothing fits under {cap / GIB:.2f} GiB a device; the "
-        f"least that any arrangement needs is {least / GIB:.2f} GiB ({where} under {plan.schedule}, training at TP "
-        f"{train.tensor} x PP {train.pipeline}, rollout at TP {rollout.tensor} x PP {rollout.pipeline})"
+        f"least that any arrangement needs is {least / GIB:.2f} GiB ({where} under {plan.schedule}, training at "
+        f"{plan.train}, rollout at {plan.rollout})"
     ]
     changes = [
         *_settings(config, devices, assumed),
@@ -87,7 +86,7 @@ def _fewer(config: Config, devices: int, assumed: Assumptions) -> Iterator[str]:
 def _plans(config: Config, devices: int, assumed: Assumptions) -> tuple[Workload, list[Arrangement]]:
     workload = Workload(on_devices(config, devices), assumed)
     shape = workload.shape
-    found = arrangements(workload.counts, shape.prompts, devices, sequence=shape.sequence_parallel)
+    found = arrangements(degrees_of(workload), shape.prompts, devices)
     return workload, found.plans
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rollplex.config import Config
 from rollplex.errors import ConfigError
 from rollplex.memory.plan import MemoryPlan
-from rollplex.planner.arrangements import Considered, arrangements
+from rollplex.planner.arrangements import Considered, Degrees, arrangements
 from rollplex.planner.fit import Fit, Need, needs
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.simulate import Simulation
@@ -89,6 +89,12 @@ def on_devices(config: Config, devices: int) -> Config:
     return config.model_copy(update={"memory": memory, "sharing": sharing})
 
 
+def degrees_of(workload: Workload) -> Degrees:
+    """The degrees that its model, prompts and recipe leave to choose from."""
+    shape = workload.shape
+    return Degrees(workload.counts, shape.prompt_tokens, shape.sequence_parallel)
+
+
 def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4) -> Search:
     """The fastest `keep` arrangements of the recipe's step on `devices` devices.
 
@@ -97,7 +103,7 @@ def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4)
     workload = Workload(on_devices(config, devices), assumed)
     cap = cap_of(config, assumed)
     shape = workload.shape
-    found = arrangements(workload.counts, shape.prompts, devices, sequence=shape.sequence_parallel)
+    found = arrangements(degrees_of(workload), shape.prompts, devices)
     if not found.plans:
         raise ConfigError(
             f"--gpus {devices}: no arrangement divides the model and {shape.prompts} prompts "

@@ -20,7 +20,8 @@ from rollplex.planner.workload import Assumptions
 from rollplex.weights.layout import Sharing
 
 Facts = Mapping[str, Any]
-_COLUMNS = f"{'':3}{'s/step':>8}  {'schedule':<14}{'training':<17}{'rollout':<17}{'GiB':>12}{'moves s':>9}  limit"
+_AXES = ("tensor", "pipeline", "data", "context", "expert")
+_COLUMNS = f"{'':3}{'s/step':>8}  {'schedule':<14}{'training':<21}{'rollout':<21}{'GiB':>12}{'moves s':>9}  limit"
 
 
 def answer(config: Config, devices: int, assumed: Assumptions) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def search_facts(config: Config, found: Search) -> dict[str, Any]:
 
 
 def _plan_facts(config: Config, found: Search, ranked: Ranked) -> dict[str, Any]:
-    plan, where = ranked.plan, breakdown(found.workload, ranked)
+    plan, where = ranked.plan, breakdown(found.workload, ranked.plan, ranked.moves_s)
     return {
         "schedule": plan.schedule,
         "on_policy": plan.on_policy,
@@ -80,12 +81,12 @@ def _plan_facts(config: Config, found: Search, ranked: Ranked) -> dict[str, Any]
         "hidden_s": where.hidden_s,
         "traffic_bytes": dict(where.traffic),
         "memory": [_fit_facts(fit) for fit in ranked.fits],
-        "sharing": None if plan.pools else _sharing(config, ranked, where),
+        "sharing": _sharing(config, found, ranked, where),
     }
 
 
 def _degrees(plan: Parallel) -> dict[str, int]:
-    return {"tensor": plan.tensor, "pipeline": plan.pipeline, "data": plan.data, "devices": plan.devices}
+    return {**{axis: getattr(plan, axis) for axis in _AXES}, "devices": plan.devices}
 
 
 def _fit_facts(fit: Fit) -> dict[str, Any]:
@@ -113,8 +114,11 @@ def _fit_facts(fit: Fit) -> dict[str, Any]:
     }
 
 
-def _sharing(config: Config, ranked: Ranked, where: Breakdown) -> dict[str, Any]:
-    """Parts of the language model by class, and what the weights of both sides take of a device."""
+def _sharing(config: Config, found: Search, ranked: Ranked, where: Breakdown) -> dict[str, Any] | None:
+    """Parts of the language model by class, and what the weights of both sides take of a device; None: pools share
+    nothing, and a mixture of experts has no layout yet (weights/layout.py)."""
+    if ranked.plan.pools or found.workload.counts.experts is not None:
+        return None
     train, rollout = ranked.plan.train.tensor, ranked.plan.rollout.tensor
     degrees = {"train_tp": train, "rollout_tp": rollout}
     table = sharing_facts(config.model_copy(update={"sharing": config.sharing.model_copy(update=degrees)}))
@@ -158,7 +162,7 @@ def search_lines(facts: Facts, *, explain: bool = False) -> Iterator[str]:
     if plans:
         yield ""
         yield from _memory_lines(plans[0])
-        yield from _sharing_lines(plans[0]["sharing"])
+        yield from _sharing_lines(plans[0])
     if explain:
         for number, plan in enumerate(plans, start=1):
             yield ""
@@ -166,13 +170,11 @@ def search_lines(facts: Facts, *, explain: bool = False) -> Iterator[str]:
 
 
 def _row(number: str, plan: Facts) -> str:
-    train, rollout = (
-        f"TP{side['tensor']} PP{side['pipeline']} DP{side['data']}" for side in (plan["training"], plan["rollout"])
-    )
+    train, rollout = (str(Parallel(**{axis: plan[side][axis] for axis in _AXES})) for side in ("training", "rollout"))
     peaks = " + ".join(f"{fit['peak_gib']:.1f}" for fit in plan["memory"])
     limit = f"{plan['limit']} {plan['causes'][plan['limit']] / plan['seconds']:.0%}"
     note = "" if plan["on_policy"] else "; OFF-POLICY, for comparison"
-    row = f"{number:<3}{plan['seconds']:>8.4g}  {plan['schedule']:<14}{train:<17}{rollout:<17}{peaks:>12}"
+    row = f"{number:<3}{plan['seconds']:>8.4g}  {plan['schedule']:<14}{train:<21}{rollout:<21}{peaks:>12}"
     return f"{row}{plan['moves_s']:>9.3f}  {limit}{note}"
 
 
@@ -190,9 +192,11 @@ def _memory_lines(plan: Facts) -> Iterator[str]:
         yield f"{'':12}moved at {fit['exposed_s']:.3g} s a step and {fit['host_gib']:.2f} GiB of host memory: {moved}"
 
 
-def _sharing_lines(facts: Facts | None) -> Iterator[str]:
+def _sharing_lines(plan: Facts) -> Iterator[str]:
+    facts = plan["sharing"]
     if facts is None:
-        yield "sharing of 1: none, the pools hold a copy each"
+        why = "none, the pools hold a copy each" if plan["pools"] else "not counted for a mixture of experts"
+        yield f"sharing of 1: {why}"
         return
     shares = ", ".join(f"{facts[str(kind)]:.2%} {kind}" for kind in Sharing)
     yield f"sharing of 1, training at TP {facts['train_tp']} and rollout at TP {facts['rollout_tp']}: {shares}"

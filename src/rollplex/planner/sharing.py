@@ -10,6 +10,7 @@ from typing import Any
 from rollplex.config import Config
 from rollplex.models.shapes import shape_of
 from rollplex.models.shard_plan import Kind, shard_plan
+from rollplex.planner.memory import refuse_experts
 from rollplex.weights.layout import Classified, Sharing, SharingPlan, plan_sharing
 from rollplex.weights.transfer import received_numel
 
@@ -25,8 +26,9 @@ def sharing_facts(config: Config) -> dict[str, Any]:
     and `received_bytes` what a device gets from others at publish (the largest over devices).
     Raises ConfigError for degrees that do not divide, ModelError for a model whose sizes are not known.
     """
-    size, sharing = DTYPE_BYTES[config.model.dtype], config.sharing
-    plan = plan_sharing(shard_plan(shape_of(config.model)), sharing)
+    size, sharing, shape = DTYPE_BYTES[config.model.dtype], config.sharing, shape_of(config.model)
+    refuse_experts(shape, "sharing")
+    plan = plan_sharing(shard_plan(shape), sharing)
     language = [unit for unit in plan.units if unit.unit.kind is not Kind.VISION]
     parameters = sum(unit.unit.numel for unit in language)
     received = [sum(received_numel(plan, c.unit, device) for c in language) for device in range(plan.num_devices)]

@@ -21,7 +21,7 @@ import numpy as np
 from rollplex.config import Config
 from rollplex.errors import ConfigError
 from rollplex.models.shapes import shape_of
-from rollplex.planner.calibrate import Measured, TracedStep, measured_spans
+from rollplex.planner.calibrate import TracedStep
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import Hardware
@@ -31,7 +31,6 @@ from rollplex.planner.parallel import Parallel
 from rollplex.planner.passes import Algorithm
 from rollplex.schedule.spec import PREFIXES, Phase
 from rollplex.schedule.spec_from_config import prefix_mode
-from rollplex.schedule.step import Lane
 from rollplex.trace import Span
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -40,10 +39,10 @@ _UNIQUE = "prefix/unique_tokens_ratio"
 _UNIT_PHASES = (Phase.PREFILL, *PREFIXES, Phase.ACTOR_RESPONSE)
 
 
-def measured_run(
+def traced_steps(
     config: Config, spans: Sequence[Span], metrics: Sequence[Mapping[str, Any]], device: Hardware, *, eager: bool
-) -> list[Measured]:
-    """The spans of a run that the cost model can speak about. eager: the passes ran without fused attention kernels.
+) -> dict[int, TracedStep]:
+    """The steps of a run that were traced, by number. eager: the passes ran without fused attention kernels.
 
     Raises ConfigError, naming the option, for a run whose steps cannot be told apart from its folder.
     """
@@ -57,20 +56,40 @@ def measured_run(
             "and num_iterations at 1"
         )
     rows = {row["step"]: row for row in metrics if all(isinstance(row.get(k), float) for k in (_MEAN, _MOST, _UNIQUE))}
-    counts = ModelCounts(
-        shape_of(config.model),
-        _DTYPE_BYTES[config.model.dtype],
-        vision_trained=not config.model.freeze_vision,
-        eager=eager,
-    )
-    side = Side(counts, device, Parallel())
-    alone = _alone(spans)
-    steps = {
+    side = run_side(config, device, eager=eager)
+    found = {
         step: _traced(config, [span for span in spans if span.step == step], rows[step], side)
         for step in sorted({span.step for span in spans})
         if step in rows
     }
-    return measured_spans(alone, {step: traced for step, traced in steps.items() if traced is not None})
+    return {step: traced for step, traced in found.items() if traced is not None}
+
+
+def run_side(config: Config, device: Hardware, *, eager: bool) -> Side:
+    """The model of a run in one process, on its one device; both training and rollout."""
+    shape = shape_of(config.model)
+    counts = ModelCounts(
+        shape,
+        _DTYPE_BYTES[config.model.dtype],
+        shape.text.experts,
+        vision_trained=not config.model.freeze_vision,
+        eager=eager,
+    )
+    return Side(counts, device, Parallel())
+
+
+def run_cost(config: Config, row: Mapping[str, float], prompts: int, side: Side, *, pack: int) -> StepCost:
+    """A step of `prompts` prompts with the lengths of a row of metrics.jsonl. pack: prompts of a pass."""
+    algorithm = Algorithm(
+        reference=config.algorithm.beta > 0,
+        old_logps=config.algorithm.kl_in_reward,
+        prefix=prefix_mode(config),
+        activations=config.train.prefix_activations,
+        prefill_is_actor_prefix=config.train.share_prefix and config.rollout.engine == "local",
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        pack_groups=pack,
+    )
+    return StepCost(side, side, algorithm, _groups(config, row, prompts, side), max_rows=config.rollout.max_decode_rows)
 
 
 def _traced(config: Config, spans: Sequence[Span], row: Mapping[str, float], side: Side) -> TracedStep | None:
@@ -79,18 +98,7 @@ def _traced(config: Config, spans: Sequence[Span], row: Mapping[str, float], sid
     if not ids:
         return None
     units = _units(spans, ids)
-    groups = _groups(config, row, len(ids), side)
-    algorithm = Algorithm(
-        reference=config.algorithm.beta > 0,
-        old_logps=config.algorithm.kl_in_reward,
-        prefix=prefix_mode(config),
-        activations=config.train.prefix_activations,
-        prefill_is_actor_prefix=config.train.share_prefix and config.rollout.engine == "local",
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        pack_groups=max(map(len, units)),
-    )
-    cost = StepCost(side, side, algorithm, groups, max_rows=config.rollout.max_decode_rows)
-    return TracedStep(cost, ids, units)
+    return TracedStep(run_cost(config, row, len(ids), side, pack=max(map(len, units))), ids, units)
 
 
 def _units(spans: Sequence[Span], ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -121,13 +129,3 @@ def _prompt(config: Config, tokens: int, side: Side) -> Prompt:
     across = max(1, config.data.image_size // (vision.patch_size * vision.spatial_merge_size))
     visual = round(config.memory.visual_share * tokens)
     return video_prompt(tokens, visual, vision, tokens_per_frame=across * across)
-
-
-def _alone(spans: Sequence[Span]) -> list[Span]:
-    """Spans that shared the device with nothing: no pass of the window's lane ran meanwhile."""
-    window = [span for span in spans if span.lane == Lane.WINDOW]
-
-    def beside(span: Span) -> bool:
-        return any(other.start_s < span.end_s and span.start_s < other.end_s for other in window)
-
-    return [span for span in spans if span.lane != Lane.WINDOW and not beside(span)]

@@ -4,6 +4,7 @@ A task in lane MAIN or REWARD takes the seconds it is given. DECODE goes to the 
 with the group's last response; so does PREFILL in lane DECODE, which an engine takes in before it decodes on.
 While lanes DECODE and WINDOW are both in use, everything in both takes `contention` times as long: the one factor for
 all that two kernels of one device do to each other. 1: overlap is free. 2: nothing is gained over one after the other.
+Lanes that are slowed differently, as by threads of their own, have a factor each (beside.py finds both in traces).
 
 Events are ends of tasks and of responses; none is a token. One event costs the logarithm of what runs.
 """
@@ -50,13 +51,15 @@ class _Running:
 class VirtualExecutor:
     """Runs nothing; keeps time. `run.run_steps` drives it; `of_step` is the same for `step.run_step`.
 
-    engines: of the rollout pool, or of the device that samples and trains. keep_spans: write down what ran.
+    engines: of the rollout pool, or of the device that samples and trains. window_contention: of passes, where it is
+    another than that of decoding. keep_spans: write down what ran.
     """
 
     seconds: Seconds
     loads: Loads
     engines: Sequence[Engine]
     contention: float = 1.0
+    window_contention: float | None = None
     keep_spans: bool = True
     now_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
@@ -64,8 +67,9 @@ class VirtualExecutor:
     events: int = 0  # ends of tasks and responses so far
 
     def __post_init__(self) -> None:
-        if not self.contention >= 1:
-            raise ValueError(f"contention is {self.contention}, needed 1 (overlap is free) or more")
+        beside = self.contention, self.contention if self.window_contention is None else self.window_contention
+        if not min(beside) >= 1:
+            raise ValueError(f"contention is {min(beside)}, needed 1 (overlap is free) or more")
         self._count = 0
         self._timed: list[tuple[float, int, _Running]] = []
         self._window: dict[int, _Running] = {}
@@ -74,7 +78,8 @@ class VirtualExecutor:
         self._stamps = [0] * len(self.engines)
         self._wakes: list[tuple[float, int, int]] = []  # next end of an engine, its stamp, its number; old ones stay
         self._active = 0  # engines
-        self._rate = 1.0
+        self._alone, self._beside = (1.0, 1.0), (1 / beside[0], 1 / beside[1])
+        self._rates = self._alone  # speed of decoding, and of passes in the window
         self._home: dict[tuple[int, int | None], int] = {}  # engine of a group that is taken in and not decoded
         self._held = [0] * len(self.engines)  # groups of each
         self._least = [
@@ -128,7 +133,7 @@ class VirtualExecutor:
         while self._wakes and self._wakes[0][1] != self._stamps[self._wakes[0][2]]:
             heapq.heappop(self._wakes)
         main_s = self._timed[0][0] if self._timed else math.inf
-        window_s, number = self._window_end()
+        window_s, number = self._window_end() if self._window else (math.inf, 0)
         engine_s = self._wakes[0][0] if self._wakes else math.inf
         self.events += 1
         at = min(main_s, window_s, engine_s)
@@ -183,37 +188,35 @@ class VirtualExecutor:
         self._stamps[index] += 1
         wait = self.engines[index].until_next()
         if wait < math.inf:
-            heapq.heappush(self._wakes, (self.now_s + wait / self._rate, self._stamps[index], index))
+            heapq.heappush(self._wakes, (self.now_s + wait / self._rates[0], self._stamps[index], index))
 
     def _pass_engine(self, index: int) -> None:
         """Let the engine get on up to now."""
-        passed = (self.now_s - self._clocks[index]) * self._rate
+        passed = (self.now_s - self._clocks[index]) * self._rates[0]
         self._clocks[index] = self.now_s
         if passed > 0:
             self.engines[index].advance(min(passed, self.engines[index].until_next()))
 
     def _pass_window(self) -> None:
-        passed, self._window_s = (self.now_s - self._window_s) * self._rate, self.now_s
+        passed, self._window_s = (self.now_s - self._window_s) * self._rates[1], self.now_s
         for running in self._window.values():
             running.left_s = max(0.0, running.left_s - passed)
 
     def _window_end(self) -> tuple[float, int]:
-        """When the window's next task ends, and which; it is the first of those with the least left."""
-        if not self._window:
-            return math.inf, 0
+        """When the window's next task ends, and which; it is the first of those with the least left. There is one."""
         number = min(self._window, key=lambda key: self._window[key].left_s)
-        return self._window_s + self._window[number].left_s / self._rate, number
+        return self._window_s + self._window[number].left_s / self._rates[1], number
 
     def _set_rate(self) -> None:
         """Speed of both lanes from now on; what ran until now did so at the old one."""
-        rate = 1 / self.contention if self._window and self._active else 1.0
-        if rate == self._rate:
+        rates = self._beside if self._window and self._active else self._alone
+        if rates == self._rates:
             return
         self._pass_window()
         for index, engine in enumerate(self.engines):
             if engine.active:
                 self._pass_engine(index)
-        self._rate = rate
+        self._rates = rates
         for index, engine in enumerate(self.engines):
             if engine.active:
                 self._wake(index)

@@ -128,7 +128,8 @@ class Workload:
     def __init__(self, config: Config, assumed: Assumptions):
         self.config, self.assumed, self.shape = config, assumed, step_shape(config)
         shape: StepShape = self.shape
-        self.counts = ModelCounts(shape.model, shape.dtype_bytes, vision_trained=shape.vision_trained)
+        experts = shape.model.text.experts
+        self.counts = ModelCounts(shape.model, shape.dtype_bytes, experts, vision_trained=shape.vision_trained)
         cap, prompt = shape.response_tokens, video_prompt(shape.prompt_tokens, shape.visual_tokens, shape.model.vision)
         self.median = assumed.response_tokens or max(1.0, cap / 2)
         self.feed = Feed([prompt], shape.generations, LogNormal(self.median, assumed.spread, cap), assumed.seed)

@@ -6,6 +6,8 @@ import difflib
 
 from rollplex.recipes.options import all_groups, all_options
 
+_DEGREES = "sharing.train_tp and sharing.rollout_tp, for as many processes as torchrun starts"
+
 # Names of TRL 1.16 and verl 0.9 that people bring along -> what to use here. Keys are last parts, lower case.
 PEER_NAMES: dict[str, str] = {
     "n": "rollout.num_generations",
@@ -39,8 +41,13 @@ PEER_NAMES: dict[str, str] = {
     "max_tokens": "rollout.max_completion_length",
     "max_model_len": "data.max_prompt_tokens, rollout.max_completion_length, and rollout.vllm.max_sequence_tokens",
     "gpu_memory_utilization": "rollout.vllm.kv_cache_gib; the local engine is bounded by rollout.max_decode_rows",
-    "tensor_model_parallel_size": "sharing.train_tp and sharing.rollout_tp, which `rollplex plan` reads; training "
-    "itself runs in one process",
+    "tensor_model_parallel_size": _DEGREES,
+    "tensor_parallel_size": _DEGREES,
+    "tensor": _DEGREES,
+    "ulysses_sequence_parallel_size": "prompts are not divided among processes; " + _DEGREES,
+    "fsdp_size": "replicas are processes / sharing.train_tp; FSDP2 divides weights among them",
+    "n_gpus_per_node": "torchrun --nproc-per-node, and " + _DEGREES,
+    "nproc_per_node": "torchrun --nproc-per-node, and " + _DEGREES,
     "clip_ratio": "algorithm.epsilon",
     "clip_ratio_low": "algorithm.epsilon",
     "clip_ratio_high": "algorithm.epsilon_high",

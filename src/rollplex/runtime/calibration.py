@@ -13,9 +13,10 @@ from typing import Any
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.planner.calibrate import Measured, fit
+from rollplex.planner.beside import Together, alone, together
+from rollplex.planner.calibrate import FREE, fit, measured_spans
 from rollplex.planner.hardware import HARDWARE, Hardware, cpu, hardware, hardware_from_facts
-from rollplex.planner.traced_run import measured_run
+from rollplex.planner.traced_run import traced_steps
 from rollplex.recipes.load import load_config
 from rollplex.runtime.run_folder import CONFIG, METRICS, SPANS, read_metrics
 from rollplex.trace import Span, from_jsonl
@@ -53,13 +54,19 @@ def calibrate_runs(folders: Sequence[Path], start: str) -> dict[str, Any]:
     runs = [_read(folder) for folder in folders]
     device = _start(start, runs)
     eager = start == "cpu" or device.name == "cpu"
-    measured: list[Measured] = []
-    for run in runs:
-        measured += measured_run(run.config, run.spans, run.metrics, device, eager=eager)
-    facts = fit(measured, device).facts()
-    slowdowns = [row[_SLOWDOWN] for run in runs for row in run.metrics if row.get(_SLOWDOWN)]
-    contention = max(1.0, fmean(slowdowns)) if slowdowns else None
-    return {**facts, "runs": [str(folder) for folder in folders], "contention": contention}
+    steps = [traced_steps(run.config, run.spans, run.metrics, device, eager=eager) for run in runs]
+    measured = [m for run, own in zip(runs, steps, strict=True) for m in measured_spans(alone(run.spans), own)]
+    found = fit(measured, device, (*FREE, "decode") if _decodes_on_fewer(runs) else FREE)
+    both = Together()
+    for run, own in zip(runs, steps, strict=True):
+        both += together(run.spans, own, found.hardware, found.residuals)
+    lanes = {"decode": both.decode, "window": both.window}
+    return {
+        **found.facts(),
+        "runs": [str(folder) for folder in folders],
+        "beside": lanes,
+        "contention": _one(runs, both),
+    }
 
 
 def write_calibration(facts: Mapping[str, Any], path: Path) -> None:
@@ -79,9 +86,26 @@ def calibration_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     for phase, left in facts["residuals"].items():
         seconds = f"{left['measured_s']:>12.4g}{left['predicted_s']:>10.4g}"
         yield f"{phase:<18}{left['spans']:>6}{seconds}{left['relative']:>+8.0%}"
+    yield from (
+        f"{lane} beside the other lane took {by:.3g} times as long" for lane, by in facts["beside"].items() if by
+    )
     if facts["contention"] is not None:
-        slower = f"{facts['contention']:.3g}"
-        yield f"decoding beside passes took {slower} times as long: give plan and simulate --contention {slower}"
+        yield f"for decoding and passes at once give plan and simulate --contention {facts['contention']:.3g}"
+
+
+def _decodes_on_fewer(runs: Sequence[_Run]) -> bool:
+    """Whether decoding has fewer threads than passes have: then it reaches less."""
+    cores = os.cpu_count() or 1
+    return any((r.config.schedule.decode_threads or cores) < (r.config.run.num_threads or cores) for r in runs)
+
+
+def _one(runs: Sequence[_Run], both: Together) -> float | None:
+    """The one factor for both lanes: in the same time it gets as much done as their own would, else what runs measured
+    of decoding alone (overlap auto), else None."""
+    if both.decode is not None and both.window is not None:
+        return 2 / (1 / both.decode + 1 / both.window)
+    slowdowns = [row[_SLOWDOWN] for run in runs for row in run.metrics if row.get(_SLOWDOWN)]
+    return max(1.0, fmean(slowdowns)) if slowdowns else None
 
 
 def _start(name: str, runs: Sequence[_Run]) -> Hardware:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollplex.errors import EngineError
 from rollplex.rollout.engine import RolloutEngine
+from rollplex.runtime.replica_rewards import ReplicaRewards, SharedScores
 from rollplex.tasks.rewards import GroupScores, PendingScores, RewardRunner, TrainerState
 from rollplex.types import Example, Group, PromptSpec, Response
 
@@ -36,7 +37,7 @@ class PendingGroup:
 
     group: Group
     texts: tuple[str, ...]
-    scores: PendingScores
+    scores: PendingScores | SharedScores
 
 
 class Rollout:
@@ -77,8 +78,13 @@ class Rollout:
 class Collector:
     """Completions into texts and rewards."""
 
-    def __init__(self, tokenizer: Any, rewards: RewardRunner):
+    def __init__(self, tokenizer: Any, rewards: RewardRunner | ReplicaRewards):
         self.tokenizer, self.rewards = tokenizer, rewards
+
+    def rollout_ended(self) -> None:
+        """All responses of a rollout are there: ranks that hold one model together now tell each other its rewards."""
+        if isinstance(self.rewards, ReplicaRewards):
+            self.rewards.settle()
 
     def decode(
         self,

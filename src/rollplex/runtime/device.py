@@ -114,6 +114,19 @@ def device_of(choice: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device(choice)
 
 
+def take_device(kind: str, local_rank: int) -> None:
+    """Make the GPU of this number the one that "cuda" means here; nothing to do on a CPU. Raises ConfigError when this
+    host has fewer."""
+    if kind != "cuda":
+        return
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"process {local_rank} of this host has no GPU of its own: torch sees {torch.cuda.device_count()}; start "
+            "as many processes as there are GPUs (torchrun --nproc-per-node), or set run.device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+
+
 def device_name(device: torch.device) -> str:
     """What to call the hardware in a result."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -19,12 +19,14 @@ from rollplex.memory.allocations import AllocationCounter, held_bytes
 from rollplex.memory.ledger import Ledger
 from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
+from rollplex.parallel.team import ALONE, Team
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.engines import Engines, LocalEngines
 from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metrics
 from rollplex.runtime.device import DeviceLanes, allocated_bytes, device_lanes
 from rollplex.runtime.executor import InProcessExecutor, WindowThread
 from rollplex.runtime.run_memory import Counted, RunMemory, run_memory, step_ledger
+from rollplex.runtime.step_groups import advantages_of, scored, share_of
 from rollplex.runtime.step_metrics import completion_metrics, token_counts
 from rollplex.runtime.step_tasks import StepTasks
 from rollplex.runtime.stopwatch import Stopwatch
@@ -84,11 +86,13 @@ class Learner:
         stop_token_ids: Sequence[int],
         engines: Engines | None = None,
         memory: RunMemory | None = None,
+        team: Team = ALONE,
     ):
         """engines: absent, the local engine on the policy's own weights; not closed here. memory: absent, that of
-        `config`, with a reference that stays where it is."""
-        self.policy, self.optimizer, self.collector, self.config = policy, optimizer, collector, config
-        self.updater = Updater(policy, optimizer, reference, config)
+        `config`, with a reference that stays where it is. team: the processes whose learners take each step together;
+        `step` of each gets all prompts and works on its replica's."""
+        self.policy, self.optimizer, self.collector, self.config, self.team = policy, optimizer, collector, config, team
+        self.updater = Updater(policy, optimizer, reference, config, data=team.data)
         self.params = SamplingParams.from_config(
             config, stop_token_ids=stop_token_ids, banned_token_ids=policy.adapter.vision_token_ids
         )
@@ -110,6 +114,8 @@ class Learner:
                 "schedule.decode_threads, or set overlap to auto"
             )
         self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
+        if team.size > 1 and config.schedule.overlap == "auto":
+            logger.info("nothing runs beside decoding: %s", self.overlap.reason_closed)
         self.window = WindowThread()
         if self.overlap.reason_closed is not None and config.schedule.overlap == "on":
             logger.warning(
@@ -162,8 +168,9 @@ class Learner:
             raise
         if message := self.overlap.record(sample):
             logger.info("step %d: %s", state.global_step + 1, message)
-        raw = tasks.groups()
-        advantages = tasks.advantages(raw)
+        judged = tasks.everyone()
+        advantages = advantages_of(judged, self.config.algorithm)
+        raw = [item.raw for item in judged]
         groups = [item.group for item in raw]
         repeated, unique = token_counts(groups)
         metrics = {
@@ -174,13 +181,15 @@ class Learner:
             **extra,
             "num_tokens": float(repeated),
             "prefix/unique_tokens_ratio": unique / repeated,
-            "vision/encode_calls": float(self._encode_calls() - encoded),
+            "vision/encode_calls": float(
+                sum(self.team.of_replicas([self._encode_calls() - encoded], "prompts encoded"))
+            ),
             **self.overlap.metrics(sample),
             "step_time": watch.total(),
             **watch.metrics(),
         }
         texts = tuple(item.texts for item in raw)
-        return StepOutcome(metrics, tuple(tasks.scored(raw, advantages)), texts, tuple(watch.spans)), sample
+        return StepOutcome(metrics, tuple(scored(judged, advantages)), texts, tuple(watch.spans)), sample
 
     def _run(self, tasks: StepTasks, watch: Stopwatch) -> StepSample:
         """All optimizer steps of one rollout, driven by the schedule."""
@@ -238,7 +247,7 @@ class Learner:
     ) -> list[tuple[RawGroup, Slot, PackUse | None]]:
         """One round: a rollout of one-prompt units, since a dropped prompt must not hold up the memory of others."""
         units = [Unit((slot,), 0) for slot in slots]
-        tasks = self._new_tasks(units, state, watch)
+        tasks = self._new_tasks(units, slots, state, watch)
         executor = self._executor(tasks, watch)
         executor.run_rollout(len(units))
         return [(tasks.raw[slot.rollout_id], slot, tasks.actor_prefix_of(number)) for number, slot in enumerate(slots)]
@@ -267,16 +276,18 @@ class Learner:
         """The work of one rollout over `slots`; one_each: a unit per prompt, as resampling needs them."""
         mode = prefix_mode(self.config)
         units = cut_units(
-            slots,
+            share_of(slots, self.team, minibatches=self._minibatches),
             minibatches=self._minibatches,
             budget_tokens=1
             if one_each
             else min(self.config.schedule.unit_tokens, self.config.train.micro_batch_tokens),
             copies=self.config.rollout.num_generations if mode is PrefixMode.PER_RESPONSE else 1,
         )
-        return self._new_tasks(units, state, watch)
+        return self._new_tasks(units, slots, state, watch)
 
-    def _new_tasks(self, units: Sequence[Unit], state: TrainerState, watch: Stopwatch) -> StepTasks:
+    def _new_tasks(
+        self, units: Sequence[Unit], slots: Sequence[Slot], state: TrainerState, watch: Stopwatch
+    ) -> StepTasks:
         return StepTasks(
             policy=self.policy,
             updater=self.updater,
@@ -287,6 +298,8 @@ class Learner:
             states=self.states,
             memory=self.memory,
             units=units,
+            slots=slots,
+            team=self.team,
             state=state,
             watch=watch,
         )
@@ -312,6 +325,8 @@ class Learner:
 
     def _why_closed(self) -> str | None:
         """Why no pass can run beside decoding, whatever it would gain; None: some can."""
+        if self.team.size > 1:
+            return f"{self.team.size} processes must make their sums in one order (schedule.overlap)"
         if not self.lanes.can_overlap:
             return "decoding leaves the window no CPU thread (run.num_threads, schedule.decode_threads)"
         if self.config.algorithm.dynamic_sampling == "resample":

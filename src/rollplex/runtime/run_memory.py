@@ -20,12 +20,13 @@ from rollplex.memory.residency import Residency
 from rollplex.memory.step_shape import StepShape
 from rollplex.memory.timeline import SERIAL, TIMELINES, Timeline
 from rollplex.models.policy import Policy
-from rollplex.models.shapes import ModelShape, shape_from_hf
+from rollplex.models.shapes import ModelShape
 from rollplex.planner.memory import GIB, memory_hardware, step_shape
 from rollplex.schedule.spec import Phase
 from rollplex.trace import Span
 from rollplex.train.reference import Reference
 from rollplex.types import Group
+from rollplex.weights.bind import shape_of_model
 
 _REFERENCE, _OPTIMIZER, _PREFIXES = "reference weights", "optimizer state", "prefix activations"
 _VISION = "cached vision features"
@@ -53,7 +54,7 @@ class RunMemory:
 
 def run_memory(config: Config, policy: Policy) -> RunMemory:
     """The plan of `config`'s run of `policy` under `memory.cap_gib`. Raises ConfigError when no plan fits."""
-    model = shape_from_hf(policy.model.config.to_dict(), "the loaded model")
+    model = shape_of_model(policy.model)
     cap, own = config.memory.cap_gib, config.train.prefix_activations
     if cap is None:
         return RunMemory(model, None, own)
@@ -117,21 +118,22 @@ def _shape(config: Config, memory: RunMemory, step: Counted) -> StepShape:
     )
 
 
-def check_memory_options(config: Config) -> None:
+def check_memory_options(config: Config, processes: int) -> None:
     """Raises ConfigError for a run whose bytes cannot be counted, though an option asks for it."""
     if config.run.memory_steps:
-        _check(config, "run.memory_steps")
+        _check(config, "run.memory_steps", processes)
     if config.memory.cap_gib is not None:
-        _check(config, "memory.cap_gib")
+        _check(config, "memory.cap_gib", processes)
 
 
 # Engines take their weights when they are opened, within another phase's time.
 _MEASURED = frozenset(phase for phase in Phase if phase is not Phase.PUBLISH)
 
 
-def _check(config: Config, option: str) -> None:
+def _check(config: Config, option: str, processes: int) -> None:
     """Raises ConfigError, naming `option`, where bytes of this process cannot be counted."""
     reasons = {
+        f"{processes} processes run it": processes > 1,
         "memory.devices is above 1, but a run is planned for this one process": config.memory.devices > 1,
         "model.lora is set": config.model.lora is not None,
         "train.share_prefix is off": not config.train.share_prefix,

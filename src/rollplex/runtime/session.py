@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from rollplex.config import Config, SharingConfig
-from rollplex.errors import ConfigError
+from rollplex.config import Config
 from rollplex.models.load import LoadedModel, load_model
 from rollplex.models.policy import Policy
 from rollplex.models.prompts import PromptBuilder
+from rollplex.parallel.arrangement import arrangement
 from rollplex.runtime.collect import Slot
 from rollplex.runtime.device import device_of
 from rollplex.runtime.prefetch import Prefetcher
@@ -44,10 +44,10 @@ class Session:
         return [*ids, self.stop_token_ids[0]]
 
 
-def build_session(config: Config, *, processor_path: Path | None = None) -> Session:
+def build_session(config: Config, *, processor_path: Path | None = None, processes: int = 1) -> Session:
     """Task, model and processor of `config`. `processor_path`: the folder where a model that is built again was saved,
-    whose tokenizer it must keep."""
-    _refuse_parallel(config)
+    whose tokenizer it must keep. processes: of the run; each begins with the whole model."""
+    arrangement(config, processes)
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     task = build_task(config.data, config.data.split, config.run.seed)
@@ -56,18 +56,6 @@ def build_session(config: Config, *, processor_path: Path | None = None) -> Sess
     prompts = PromptBuilder(loaded.processor, loaded.model.config, config.data)
     stops = _stop_ids(loaded, config)
     return Session(config, task, loaded, Policy(loaded.model), prompts, stops)
-
-
-def _refuse_parallel(config: Config) -> None:
-    """Raises ConfigError for options that one process would leave without effect."""
-    used = {"rollout_tp"} if config.rollout.engine == "vllm" else set()
-    changed = [name for name, value in config.sharing if value != getattr(SharingConfig(), name) and name not in used]
-    if changed:
-        raise ConfigError(
-            f"sharing.{changed[0]} is {getattr(config.sharing, changed[0])}: one process trains and rolls out without "
-            "tensor parallelism, so the options of sharing are for `rollplex plan` (rollout_tp for rollout.engine vllm "
-            f"too); leave them out ({', '.join(changed)})"
-        )
 
 
 def _stop_ids(loaded: LoadedModel, config: Config) -> tuple[int, ...]:

@@ -17,20 +17,21 @@ from rollplex.errors import StateError
 from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import Activations, PrefixPack, compute_prefix
+from rollplex.parallel.team import Team
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.engines import Engines
-from rollplex.runtime.collect import Collector, PendingGroup, RawGroup, Rollout
+from rollplex.runtime.collect import Collector, PendingGroup, RawGroup, Rollout, Slot
 from rollplex.runtime.run_memory import RunMemory
+from rollplex.runtime.step_groups import Judged, advantages_of, of_all_replicas, scored
 from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.runtime.units import Unit
 from rollplex.schedule.spec import AdvantageScope, Phase, PrefixMode, StepSpec, Task
 from rollplex.schedule.spec_from_config import prefix_mode
 from rollplex.tasks.rewards import TrainerState
-from rollplex.train.advantage import Advantages, compute_advantages, estimator_of
-from rollplex.train.correction import MismatchStats
+from rollplex.train.correction import MismatchStats, merge_stats
 from rollplex.train.kl import response_kl
 from rollplex.train.loss import LossTotals
-from rollplex.train.metric_sums import MetricSums
+from rollplex.train.metric_sums import MetricSums, merge_metrics
 from rollplex.train.microbatch import counts_in_loss
 from rollplex.train.optimizer import OptimizerStep
 from rollplex.train.prefix_book import PackUse
@@ -73,6 +74,8 @@ class StepTasks:
         states: ResidencyStates,
         memory: RunMemory,
         units: Sequence[Unit],
+        slots: Sequence[Slot],
+        team: Team,
         state: TrainerState,
         watch: Stopwatch,
     ):
@@ -86,6 +89,8 @@ class StepTasks:
         self._prefixes = [_Prefixes() for _ in units]
         self._pending: list[dict[int, PendingGroup]] = [{} for _ in units]
         self._unit_of = {slot.rollout_id: number for number, unit in enumerate(units) for slot in unit.slots}
+        self._slots, self._team = {slot.rollout_id: slot for slot in slots}, team  # of all replicas; units: of this one
+        self._everyone: list[Judged] | None = None
         self._engines, self._params, self._state = engines, params, state
         self._rollout: Rollout | None = None  # opened by the first prompt: groups may have been sampled before
         self._old: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -165,6 +170,7 @@ class StepTasks:
         if all(len(pending) == len(unit.slots) for pending, unit in zip(self._pending, self.units, strict=True)):
             self._rollout = None  # with the engine's caches: the update needs the memory
             self._engines.sleep()
+            self.collector.rollout_ended()
         return ended
 
     def begin_reward(self, group: int, listener: Callable[[], None]) -> None:
@@ -195,41 +201,20 @@ class StepTasks:
 
     # results
 
-    def groups(self) -> list[RawGroup]:
-        """All groups by rollout id, the order in which their prompts came."""
-        return [self.raw[rollout_id] for rollout_id in sorted(self._unit_of)]
-
-    def scored(self, raw: Sequence[RawGroup], advantages: Advantages) -> list[ScoredGroup]:
-        """Groups with their advantages."""
-        return [
-            ScoredGroup(item.group, item.scores.rewards, item.scores.parts, values, item.scores.extras)
-            for item, values in zip(raw, advantages.values, strict=True)
-        ]
-
-    def advantages(self, raw: Sequence[RawGroup]) -> Advantages:
-        """Advantages of `raw`: of groups whose rewards, and KL if it is part of them, are known."""
-        algorithm = self.config.algorithm
-        ids = [item.group.rollout_id for item in raw]
-        kl = None
-        if algorithm.kl_in_reward:
-            kl = [response_kl(self._old[i], self._ref[i], algorithm.kl_estimator) for i in ids]
-        masked = algorithm.mask_truncated_completions
-        lengths = [
-            [len(r.token_ids) if counts_in_loss(r, mask_truncated=masked) else 0 for r in item.group.responses]
-            for item in raw
-        ]
-        return compute_advantages(
-            [item.scores.rewards for item in raw],
-            estimator=estimator_of(algorithm.loss_type),
-            scale_rewards=algorithm.scale_rewards,
-            beta=algorithm.beta,
-            kl=kl,
-            lengths=lengths,
-        )
+    def everyone(self) -> list[Judged]:
+        """All complete groups of the step by rollout id, the order in which their prompts came. All replicas tell each
+        other theirs the first time."""
+        if self._everyone is None:
+            own = [self._judged(rollout_id) for rollout_id in sorted(self._unit_of)]
+            self._everyone = of_all_replicas(own, self._slots, self._team)
+        return self._everyone
 
     def update_metrics(self) -> dict[str, float]:
         """Of all optimizer steps so far."""
-        return update_metrics(self._metrics, self._stats, self._done, loss_scale=self.loss_scale)
+        own = (merge_metrics(self._metrics).on_host(), merge_stats(self._stats))
+        found = self._team.of_replicas([own], "metrics of all replicas")
+        parts, stats = [metrics for metrics, _ in found], [stat for _, stat in found]
+        return update_metrics(parts, stats, self._done, loss_scale=self.loss_scale)
 
     # phases
 
@@ -361,9 +346,17 @@ class StepTasks:
         ids = self.units[unit].rollout_ids
         if ids[0] not in self._scored:
             by_batch = self._current().spec.advantage is AdvantageScope.BATCH
-            raw = self.groups() if by_batch else [self.raw[rollout_id] for rollout_id in ids]
-            self._scored |= {s.group.rollout_id: s for s in self.scored(raw, self.advantages(raw))}
+            groups = self.everyone() if by_batch else [self._judged(rollout_id) for rollout_id in ids]
+            advantages = advantages_of(groups, self.config.algorithm)
+            self._scored |= {item.group.rollout_id: item for item in scored(groups, advantages)}
         return [self._scored[rollout_id] for rollout_id in ids]
+
+    def _judged(self, rollout_id: int) -> Judged:
+        """A group whose rewards, and KL if it is part of them, are known."""
+        algorithm, kl = self.config.algorithm, None
+        if algorithm.kl_in_reward:
+            kl = response_kl(self._old[rollout_id], self._ref[rollout_id], algorithm.kl_estimator)
+        return Judged(self.raw[rollout_id], kl)
 
     def _fix_totals(self, step: _OptimizerStep) -> None:
         """Normalisation of this optimizer step's loss: known when all responses are, else one factor at the end.

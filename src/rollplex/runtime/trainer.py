@@ -7,31 +7,38 @@ resumed ends with the same bits as one that was not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from rollplex.config import Config
 from rollplex.errors import CheckpointError
-from rollplex.rollout.engines import build_engines
+from rollplex.parallel.launch import launched
+from rollplex.parallel.team import ALONE, ProcessTeam, Team
 from rollplex.runtime.collect import Collector
+from rollplex.runtime.divided_model import DividedModel
 from rollplex.runtime.evaluate import evaluate
+from rollplex.runtime.held_model import HeldModel, WholeModel
+from rollplex.runtime.joining import joined
 from rollplex.runtime.learner import Learner, StepOutcome, check_schedule
-from rollplex.runtime.run_folder import RunFolder, refuse_other_run
-from rollplex.runtime.run_memory import check_memory_options, run_memory
+from rollplex.runtime.records import Records
+from rollplex.runtime.replica_rewards import ReplicaRewards
+from rollplex.runtime.run_folder import refuse_other_run
+from rollplex.runtime.run_memory import check_memory_options
 from rollplex.runtime.session import PromptFeed, Session, build_session
-from rollplex.runtime.termination import exit_on_sigterm
-from rollplex.runtime.trackers import Trackers
+from rollplex.runtime.termination import EXIT_STATUS, exit_on_sigterm, noted_sigterm
 from rollplex.runtime.warm_model import ensure_warm_start, kept_warm_start
 from rollplex.tasks.rewards import RewardRunner, TrainerState
-from rollplex.train.checkpoint import load_checkpoint, save_checkpoint
+from rollplex.train.checkpoint import RestoredState
 from rollplex.train.checkpoint_folder import prune, recover, step_of
-from rollplex.train.optimizer import PolicyOptimizer
-from rollplex.train.reference import Reference
 from rollplex.train.resume import resolve_resume
 from rollplex.types import StepReport
+
+T = TypeVar("T")
 
 
 class Observer(Protocol):
@@ -59,50 +66,48 @@ class RunResult:
 class Trainer:
     """A run in memory: `run_step` is one rollout with its optimizer steps, `train` the whole run with its folder."""
 
-    def __init__(self, config: Config, observer: Observer | None = None):
-        """Build everything and bring the weights to where training starts or resumes."""
-        self.config, self.observer = config, observer
+    def __init__(self, config: Config, observer: Observer | None = None, team: Team = ALONE):
+        """Build everything and bring the weights to where training starts or resumes. team: the processes of the run,
+        each with a Trainer of its own; rank 0 alone reads and writes the run folder."""
+        self.config, self.observer, self.team = config, observer, team
         check_schedule(config)  # before anything slow happens
-        check_memory_options(config)
-        self.resumed_from = resolve_resume(config.run)
+        check_memory_options(config, processes=team.size)
+        self.resumed_from = self._of_rank_0(lambda: resolve_resume(config.run), "checkpoint to resume from")
         needs_start = self.resumed_from is None or config.algorithm.beta > 0
-        kept = kept_warm_start(config) if needs_start else None
-        self.session: Session = build_session(config, processor_path=self.resumed_from or kept)
-        policy = self.session.policy
-        self.memory = run_memory(config, policy)
-        warmed = config.warm_start.steps > 0
+        kept = self._of_rank_0(lambda: kept_warm_start(config), "warm-started model") if needs_start else None
+        session = build_session(config, processor_path=self.resumed_from or kept, processes=team.size)
         if needs_start:
-            ensure_warm_start(self.session, kept, self._on_warm_start_step)
+            ensure_warm_start(session, kept, self._on_warm_start_step, team)
+        self.model = _held(config, session, team)
+        self.session: Session = self.model.session
         self.reference = None
         if config.algorithm.beta > 0:
-            self.reference = Reference(policy, adapters_are_fresh=not warmed)
+            self.reference = self.model.reference(adapters_are_fresh=config.warm_start.steps == 0)
         updates = config.algorithm.num_iterations * config.algorithm.steps_per_generation
-        self.optimizer = PolicyOptimizer(
-            policy.model,
-            config.train,
-            config.train.max_steps * updates,
-            host_chunk_bytes=self.memory.host_chunk_bytes,
-        )
+        self.optimizer, restored = self.model.start(config.train.max_steps * updates, self.resumed_from)
         self.step = 0
         self.num_tokens = 0.0
         self.dropped_before = 0  # rows left out before the checkpoint that this run resumed from
         # RL goes on where the warm start stopped in the data: rows that it has been given the answers of teach little.
         position, next_rollout_id = config.warm_start.steps * config.warm_start.batch_size, 0
-        if self.resumed_from is not None:
-            position, next_rollout_id = self._restore(self.resumed_from)
-        self.rewards = RewardRunner(config.rewards, self.session.task.reward_funcs)
+        if restored is not None:
+            position, next_rollout_id = self._restore(restored)
+        runner = RewardRunner(config.rewards, self.session.task.reward_funcs)
+        # Ranks that hold one model together must see rewards at one place in their work.
+        self.rewards = runner if team.size == team.replicas else ReplicaRewards(runner, team)
         self.collector = Collector(self.session.tokenizer, self.rewards)
-        self.engines = build_engines(config, policy, self.session.loaded.processor)
+        self.engines = self.model.engines()
         try:
             self.learner = Learner(
-                policy,
+                self.session.policy,
                 self.optimizer,
                 self.reference,
                 self.collector,
                 config,
                 stop_token_ids=self.session.stop_token_ids,
                 engines=self.engines,
-                memory=self.memory.moving(self.reference),
+                memory=self.model.memory.moving(self.reference),
+                team=team,
             )
         except BaseException:
             self.engines.close()
@@ -124,36 +129,30 @@ class Trainer:
         }
         return StepReport(self.step, metrics), outcome
 
-    def train(self) -> RunResult:
-        """Run to `train.max_steps`, writing the run folder."""
+    def train(self, stop_wanted: Callable[[], bool] = lambda: False) -> RunResult:
+        """Run to `train.max_steps`, writing the run folder. With several processes, one whose `stop_wanted` is true
+        ends all after the step: with a checkpoint, and SystemExit(143)."""
         config = self.config
         output_dir = Path(config.run.output_dir)
         with ExitStack() as stack:  # whatever fails, threads that run on would crash the interpreter at its exit
             stack.callback(self.close)
-            recover(output_dir)
             resume_step = self.step if self.resumed_from is not None else None
-            folder = RunFolder.open(config, resume_step=resume_step)
-            stack.callback(folder.close)
-            trackers = Trackers(config, resume_step=resume_step)
-            stack.callback(trackers.close)
-            result = self._run(folder, trackers)
+            records = None
+            if self.team.rank == 0:
+                recover(output_dir)
+                records = stack.enter_context(Records(config, resume_step))
+            result = self._run(records, stop_wanted)
         self._tell("on_run_end", result)
         return result
 
     def save(self, counters: Mapping[str, Any] | None = None) -> Path:
-        """Write checkpoint-<step> and drop old ones beyond run.save_total_limit. `counters` of an earlier moment may be
-        given while the weights are still those of that moment."""
+        """Write checkpoint-<step> and drop old ones beyond run.save_total_limit; all processes of the run must call it.
+        `counters` of an earlier moment may be given while the weights are still those of that moment."""
         output_dir = Path(self.config.run.output_dir)
         state = self._counters() if counters is None else counters
-        folder = save_checkpoint(
-            output_dir / f"checkpoint-{state['step']}",
-            model=self.session.loaded.model,
-            processor=self.session.loaded.processor,
-            optimizer=self.optimizer,
-            trainer_state=state,
-            config=self.config,
-        )
-        prune(output_dir, self.config.run.save_total_limit)
+        folder = self.model.save(output_dir / f"checkpoint-{state['step']}", self.optimizer, state)
+        if self.team.rank == 0:
+            prune(output_dir, self.config.run.save_total_limit)
         self._tell("on_checkpoint", folder)
         return folder
 
@@ -182,7 +181,7 @@ class Trainer:
             stack.callback(self.rewards.close)
             stack.callback(self.feed.close)
 
-    def _run(self, folder: RunFolder, trackers: Trackers) -> RunResult:
+    def _run(self, records: Records | None, stop_wanted: Callable[[], bool]) -> RunResult:
         rewards: list[float] = []
         checkpoint: Path | None = self.resumed_from
         evaluated: dict[str, float] = {}
@@ -193,39 +192,47 @@ class Trainer:
                 report, outcome = self.run_step()
                 evaluated = self._evaluate_if_due(self.step, self.config.run.eval_steps)
                 report = StepReport(report.step, {**report.metrics, **evaluated})
-                folder.log(report)
+                if records is not None:
+                    records.folder.log(report)
                 reported, updates = self._counters(), self.optimizer.num_steps
                 if "reward" in report.metrics:
                     rewards.append(report.metrics["reward"])
-                checkpoint = self._after_step(report, outcome, folder, trackers) or checkpoint
+                checkpoint = self._after_step(report, outcome, records) or checkpoint
+                if self.team.size > 1 and self.team.any(stop_wanted(), f"end of step {self.step}"):
+                    self._stop(checkpoint)
         except BaseException as error:
             if updates == self.optimizer.num_steps:  # no weight has moved since
                 self._rescue(reported, checkpoint, error)
             raise
         evaluation = evaluated or self._evaluate_if_due(1, 1)  # the last step's, where it was due
         result = RunResult(Path(self.config.run.output_dir), self.step, tuple(rewards), checkpoint, evaluation)
-        folder.finish(evaluation)
+        if records is not None:
+            records.folder.finish(evaluation)
         return result
 
-    def _after_step(
-        self, report: StepReport, outcome: StepOutcome, folder: RunFolder, trackers: Trackers
-    ) -> Path | None:
+    def _after_step(self, report: StepReport, outcome: StepOutcome, records: Records | None) -> Path | None:
         """Everything that a finished step is told to; the checkpoint if one was due."""
         run = self.config.run
-        trackers.log(report)
+        if records is not None:
+            records.after_step(report, outcome)
         self._tell("on_step", report)
-        if _due(self.step, run.log_completions_steps):
-            folder.log_completions(self.step, outcome.groups, outcome.texts)
-        if self.step in run.trace_steps:
-            folder.log_spans(outcome.spans)
-        if outcome.ledger is not None:
-            folder.log_ledger(self.step, outcome.ledger)
         if _due(self.step, run.save_steps) or self.step == self.config.train.max_steps:
             return self.save()
         return None
 
+    def _stop(self, checkpoint: Path | None) -> NoReturn:
+        """End all processes together, which alone can save what they hold."""
+        if checkpoint is None or step_of(checkpoint) != self.step:
+            self.save()
+        sys.exit(EXIT_STATUS)
+
     def _rescue(self, reported: Mapping[str, Any], checkpoint: Path | None, error: BaseException) -> None:
         """Keep the steps since the last checkpoint of a run that ends early. Never hides `error`."""
+        if self.team.size > 1:  # the others are in the middle of something else
+            if isinstance(error, SystemExit):
+                return
+            error.add_note("steps since the last checkpoint are lost: several processes save together (run.save_steps)")
+            return
         saved = step_of(checkpoint) if checkpoint is not None else None
         if reported["step"] in (0, saved) or isinstance(error, CheckpointError):
             return
@@ -241,11 +248,8 @@ class Trainer:
             return {}
         return self.evaluate()
 
-    def _restore(self, folder: Path) -> tuple[int, int]:
-        """Weights, optimizer and counters of a checkpoint; (data position, next rollout id)."""
-        restored = load_checkpoint(
-            folder, model=self.session.loaded.model, optimizer=self.optimizer, config=self.config
-        )
+    def _restore(self, restored: RestoredState) -> tuple[int, int]:
+        """Counters of a checkpoint; (data position, next rollout id)."""
         state = restored.trainer_state
         try:
             self.step = int(state["step"])
@@ -255,8 +259,12 @@ class Trainer:
             return int(state["position"]), int(state["next_rollout_id"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{folder}/trainer_state.json lacks or garbles {error} (run.resume_from_checkpoint)"
+                f"{self.resumed_from}/trainer_state.json lacks or garbles {error} (run.resume_from_checkpoint)"
             ) from error
+
+    def _of_rank_0(self, read: Callable[[], T], what: str) -> T:
+        """What rank 0 reads from the run folder, which others must not look into while it writes there."""
+        return cast(T, self.team.of_rank_0(read() if self.team.rank == 0 else None, what))
 
     def _on_warm_start_step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         self._tell("on_warm_start_step", step, total, metrics)
@@ -268,9 +276,18 @@ class Trainer:
 
 def train(config: Config, *, observer: Observer | None = None) -> RunResult:
     """Train by `config` from start (or checkpoint) to end."""
-    refuse_other_run(Path(config.run.output_dir), config)  # before anything slow happens
-    with exit_on_sigterm():
-        return Trainer(config, observer).train()
+    with joined(config, launched(os.environ)) as team:
+        if team.rank == 0:
+            refuse_other_run(Path(config.run.output_dir), config)  # before anything slow happens
+        if team.size == 1:
+            with exit_on_sigterm():
+                return Trainer(config, observer).train()
+        with noted_sigterm() as stop_wanted:
+            return Trainer(config, observer if team.rank == 0 else None, team).train(stop_wanted)
+
+
+def _held(config: Config, session: Session, team: Team) -> HeldModel:
+    return DividedModel(config, session, team) if isinstance(team, ProcessTeam) else WholeModel(config, session)
 
 
 def _due(step: int, every: int) -> bool:

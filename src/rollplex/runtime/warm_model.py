@@ -10,6 +10,7 @@ from pathlib import Path
 from rollplex.config import Config
 from rollplex.errors import CheckpointError
 from rollplex.models.save import save_pretrained
+from rollplex.parallel.team import ALONE, Team
 from rollplex.runtime.session import PromptFeed, Session
 from rollplex.runtime.warm_start import warm_start
 from rollplex.train.checkpoint import load_weights
@@ -48,26 +49,51 @@ def kept_warm_start(config: Config) -> Path | None:
     return folder
 
 
-def ensure_warm_start(session: Session, kept: Path | None, on_step: OnStep) -> None:
+def ensure_warm_start(session: Session, kept: Path | None, on_step: OnStep, team: Team = ALONE) -> None:
     """Bring the session's policy to its starting weights: those in `kept`, or by a supervised stage whose result is
-    then kept in `warm_start.path` (absent: the run folder)."""
+    then kept in `warm_start.path` (absent: the run folder). Of several processes the first takes the stage alone, step
+    by step before the eyes of the others, who then read what it kept."""
     config, loaded = session.config, session.loaded
     if config.warm_start.steps == 0:
         return
+    if kept is None and team.rank > 0:
+        for number in range(config.warm_start.steps):
+            _watch_step(team, number + 1)
+        _watch_end(team)
+        kept = kept_warm_start(config)
+        if kept is None:
+            raise CheckpointError(
+                f"rank {team.rank} does not find the warm-started model that rank 0 has written to {_folder(config)}; "
+                "processes on several hosts need a folder that all of them see (warm_start.path, run.output_dir)"
+            )
     if kept is not None:
         load_weights(kept, loaded.model)
         session.policy.bump()
         logger.info("using the warm-started model in %s", kept)
         return
+
+    def told(step: int, total: int, metrics: dict[str, float]) -> None:
+        on_step(step, total, metrics)
+        _watch_step(team, step)
+
     feed = PromptFeed(session)
     try:
-        warm_start(session.policy, feed.rows(), session.answer_ids, config, on_step)
+        warm_start(session.policy, feed.rows(), session.answer_ids, config, told)
     finally:
         feed.close()
     with atomic_folder(_folder(config).absolute()) as temporary:
         save_pretrained(loaded.model, loaded.processor, temporary)
         settings = json.dumps(config.model_dump(mode="json"), indent=1) + "\n"
         (temporary / SETTINGS).write_text(settings, encoding="utf-8")
+    _watch_end(team)
+
+
+def _watch_step(team: Team, step: int) -> None:
+    team.of_rank_0(None, f"warm-start step {step} of rank 0")
+
+
+def _watch_end(team: Team) -> None:
+    team.of_rank_0(None, "write of the warm-started model by rank 0")
 
 
 def _folder(config: Config) -> Path:

@@ -178,24 +178,25 @@ def offer_training(turn: Turn, groups: Sequence[int], count: int, *, publish: bo
 
     groups: an order that from turn to turn only grows, as `count` does. publish: whether PUBLISH may start.
     """
-    if not count or not turn.state.has_slot(Lane.MAIN):
+    if not count or not turn.has_slot(Lane.MAIN):
         return
-    spec = turn.state.spec
+    spec, progress = turn.state.spec, turn.progress
     chain = [phase for phase in CHAIN if spec.tasks_per_phase[phase]]
     for before, phase in reversed([*pairwise(chain)]):
-        _offer_on(turn, phase, turn.state.ended(before))
+        if progress.startable[phase]:
+            _offer_on(turn, phase, progress.ended[before], len(progress.ended[before]))
     if spec.unit is not None:  # those of the next unit have to wait until the weights have moved
-        count = min(count, spec.unit * (1 + spec.optimizer_steps - turn.state.left(Phase.OPTIMIZER)))
-    if not turn.state.runs(Phase.OPTIMIZER):
+        count = min(count, spec.unit * (1 + spec.optimizer_steps - progress.left[Phase.OPTIMIZER]))
+    if not progress.running_of[Phase.OPTIMIZER]:
         _offer_on(turn, chain[0], groups, count)
     for phase in (Phase.OPTIMIZER, Phase.PUBLISH):
-        for task in turn.pending(phase):
-            if not turn.state.busy(Lane.MAIN) and (publish or phase is Phase.OPTIMIZER):
+        for task in turn.pending(phase) if progress.startable[phase] else ():
+            if not progress.in_lane[Lane.MAIN] and (publish or phase is Phase.OPTIMIZER):
                 turn.offer(task, Lane.MAIN)
 
 
-def _offer_on(turn: Turn, phase: Phase, groups: Sequence[int], count: int | None = None) -> None:
-    """`phase` of the first `count` groups (None: of all), in this order, as far as replicas are free."""
-    begun, last = turn.state.started(phase), len(groups) if count is None else count
-    while begun < last and turn.state.has_slot(Lane.MAIN) and turn.offer(Task(phase, groups[begun]), Lane.MAIN):
+def _offer_on(turn: Turn, phase: Phase, groups: Sequence[int], count: int) -> None:
+    """`phase` of the first `count` groups, in this order, as far as replicas are free."""
+    begun = turn.progress.started_of[phase]
+    while begun < count and turn.has_slot(Lane.MAIN) and turn.offer(Task(phase, groups[begun]), Lane.MAIN):
         begun += 1

@@ -76,9 +76,10 @@ class Progress:
         self._needs_left = dict(spec.needs_count)
         self._users_left: dict[int, int] = {}  # by id of a lifetime, from its first user's end on
         self._cursors: dict[int, tuple[Sequence[Task], int]] = {}  # by id of an order: all before is launched
-        # Tasks whose needs are done and that were not launched, each list in the order of the groups.
+        # Tasks whose needs are done and that were not launched, each list with the last group first: schedules take the
+        # first groups first, and what stands at the end of a list is taken from it in constant time.
         self.startable: dict[Phase, list[Task]] = {phase: [] for phase in Phase}
-        for task in spec.roots:
+        for task in reversed(spec.roots):
             self.startable[task.phase].append(task)
         for event in events:
             self.add(event)
@@ -95,18 +96,19 @@ class Progress:
         """Whether something that `task` needs is not done."""
         return self._needs_left[task] > 0
 
+    def launched(self, task: Task) -> bool:
+        """Whether `task` was started, be it done or not."""
+        return task in self.done or task in self.running
+
     def unlaunched(self, order: Sequence[Task]) -> Iterator[Task]:
         """Tasks of `order` that were not launched; looks no more at those in front that were."""
         known, start = self._cursors.get(id(order), (order, 0))
         if known is not order:  # an order that is gone had the same id
             start = 0
-        while start < len(order) and self._launched(order[start]):
+        while start < len(order) and self.launched(order[start]):
             start += 1
         self._cursors[id(order)] = order, start
-        return (order[index] for index in range(start, len(order)) if not self._launched(order[index]))
-
-    def _launched(self, task: Task) -> bool:
-        return task in self.done or task in self.running
+        return (order[index] for index in range(start, len(order)) if not self.launched(order[index]))
 
     def unit_obstacle(self, task: Task) -> str | None:
         """Why weights that move within the rollout (StepSpec.unit) forbid `task` now."""
@@ -129,7 +131,8 @@ class Progress:
         self.started_of[task.phase] += 1
         self.in_lane[launch.lane][task] = None
         _remove(self.startable[task.phase], task)
-        self.used_bytes += sum(life.nbytes for life in self.spec.started_by(task))
+        if self.spec.holds:
+            self.used_bytes += sum(life.nbytes for life in self.spec.started_by(task))
         if task.phase in UPDATE_PASSES and task.group is not None:
             self.begun.add(task.group)
 
@@ -141,10 +144,11 @@ class Progress:
         self.left[task.phase] -= 1
         for other in self.spec.dependents[task]:
             self._needs_left[other] -= 1
-            if not self._needs_left[other] and other not in self.running and other not in self.done:
-                insort(self.startable[other.phase], other, key=_place)
-        for life in self.spec.used_by(task):
-            self._release(life)
+            if not self._needs_left[other] and not self.launched(other):
+                _insert(self.startable[other.phase], other)
+        if self.spec.holds:
+            for life in self.spec.used_by(task):
+                self._release(life)
         if task.group is not None:
             self.ended[task.phase].append(task.group)
         if task.phase is self.spec.last_pass:
@@ -159,13 +163,24 @@ class Progress:
             self.used_bytes -= life.nbytes
 
 
-def _place(task: Task) -> int:
-    return task.group or 0
+def _from_last(task: Task) -> int:
+    return -(task.group or 0)
+
+
+def _insert(tasks: list[Task], task: Task) -> None:
+    """Put `task` into a list with the last group first."""
+    if tasks and _from_last(task) < _from_last(tasks[-1]):
+        insort(tasks, task, key=_from_last)
+    else:
+        tasks.append(task)
 
 
 def _remove(tasks: list[Task], task: Task) -> None:
-    """Take `task` out of a list in the order of the groups, if it is there."""
-    index = 0 if tasks and tasks[0] == task else bisect_left(tasks, _place(task), key=_place)
+    """Take `task` out of a list with the last group first, if it is there."""
+    if tasks and tasks[-1] == task:
+        tasks.pop()
+        return
+    index = bisect_left(tasks, _from_last(task), key=_from_last)
     if index < len(tasks) and tasks[index] == task:
         del tasks[index]
 

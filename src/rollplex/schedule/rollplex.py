@@ -26,8 +26,7 @@ class Rollplex:
         turn.offer_rewards()
         if not turn.state.all_done(Phase.DECODE):
             turn.offer_rollout()
-            for phase in (Phase.REF_PREFIX, Phase.ACTOR_PREFIX):
-                turn.offer_passes(phase)
+            turn.offer_passes(Phase.REF_PREFIX, Phase.ACTOR_PREFIX)
         else:
             turn.offer_next()
         return tuple(turn.launches)

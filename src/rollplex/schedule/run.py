@@ -6,8 +6,9 @@ A schedule of step.py sees one step. Here a schedule sees every open step and sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from rollplex.errors import ConfigError, StateError
@@ -62,18 +63,23 @@ def run_steps(schedule: RunSchedule, executor: RunExecutor, specs: Iterable[Step
     Specs are taken one by one as steps are opened, so there may be endlessly many.
     """
     coming, states, opened = iter(specs), dict[int, StepState](), 0
+    run = RunState(states, 0)
     try:
         while True:
-            for spec in _taken(coming, schedule.depth - len(states)):
-                schedule.check(spec, limits)
-                states[opened] = StepState(spec, limits)
-                opened += 1
-            if not states:
-                return opened
-            for step, launch in schedule.ready(RunState(states, opened - len(states))):
+            if len(states) < schedule.depth:
+                for spec in islice(coming, schedule.depth - len(states)):
+                    schedule.check(spec, limits)
+                    states[opened] = StepState(spec, limits)
+                    opened += 1
+                if not states:
+                    return opened
+                run = RunState(states, opened - len(states))
+            launched = False
+            for step, launch in schedule.ready(run):
                 states[step] = states[step].launch(launch)
                 executor.launch(step, launch)
-            if all(state.idle for state in states.values()):
+                launched = True
+            if not launched and all(state.idle for state in states.values()):
                 raise StateError(
                     f"schedule {schedule.name!r} launches nothing while nothing runs, in steps {[*states]}"
                 )
@@ -84,14 +90,6 @@ def run_steps(schedule: RunSchedule, executor: RunExecutor, specs: Iterable[Step
     except BaseException:
         executor.abort()
         raise
-
-
-def _taken(coming: Iterator[StepSpec], count: int) -> Iterator[StepSpec]:
-    for _ in range(count):
-        spec = next(coming, None)
-        if spec is None:
-            return
-        yield spec
 
 
 class InTurn:

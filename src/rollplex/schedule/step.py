@@ -77,8 +77,11 @@ class StepState:
         self._length = len(self._ledger.events)
 
     @property
-    def _now(self) -> Progress:
-        """The ledger as of this state: the shared one, or one of its own once another state has gone on with that."""
+    def progress(self) -> Progress:
+        """The ledger as of this state: the shared one, or one of its own once another state has gone on with that.
+
+        To be read only, and until the next move.
+        """
         if len(self._ledger.events) != self._length:
             self._ledger = Progress(self.spec, self._ledger.events[: self._length])
         return self._ledger
@@ -86,86 +89,86 @@ class StepState:
     @property
     def running(self) -> tuple[Launch, ...]:
         """What runs, in the order of the launches."""
-        return tuple(self._now.running.values())
+        return tuple(self.progress.running.values())
 
     @property
     def done(self) -> frozenset[Task]:
         """Tasks that have ended. One by one: `is_done`."""
-        return frozenset(self._now.done)
+        return frozenset(self.progress.done)
 
     @property
     def complete(self) -> Sequence[int]:
         """Groups whose rewards are there, in the order in which they came. Not to be changed."""
-        return self._now.ended[Phase.REWARD]
+        return self.progress.ended[Phase.REWARD]
 
     def ended(self, phase: Phase) -> Sequence[int]:
         """Groups that `phase` is done with, in the order in which it was. Not to be changed."""
-        return self._now.ended[phase]
+        return self.progress.ended[phase]
 
     @property
     def begun(self) -> int:
         """How many groups the update has begun with."""
-        return len(self._now.begun)
+        return len(self.progress.begun)
 
     @property
     def finished(self) -> bool:
         """Whether every task of the step is done."""
-        return len(self._now.done) == len(self.spec.tasks)
+        return len(self.progress.done) == len(self.spec.tasks)
 
     @property
     def idle(self) -> bool:
         """Whether nothing runs."""
-        return not self._now.running
+        return not self.progress.running
 
     @property
     def used_bytes(self) -> int:
         """What groups hold now: from the launch of its producer to the end of its last user."""
-        return self._now.used_bytes
+        return self.progress.used_bytes
 
     def is_done(self, task: Task) -> bool:
         """Whether `task` has ended."""
-        return task in self._now.done
+        return task in self.progress.done
 
     def launched(self, task: Task) -> bool:
         """Whether `task` was started, be it done or not."""
-        return task in self._now.done or task in self._now.running
+        return self.progress.launched(task)
 
     def running_in(self, lane: Lane) -> tuple[Task, ...]:
         """Tasks that run in `lane`."""
-        return tuple(self._now.in_lane[lane])
+        return tuple(self.progress.in_lane[lane])
 
     def busy(self, lane: Lane) -> int:
         """How many tasks run in `lane`."""
-        return len(self._now.in_lane[lane])
+        return len(self.progress.in_lane[lane])
 
     def startable(self, phase: Phase) -> Sequence[Task]:
         """Tasks of `phase` that were not launched and whose needs are done, in the order of the groups."""
-        return self._now.startable[phase]
+        return self.progress.startable[phase][::-1]
 
     def unlaunched(self, order: Sequence[Task]) -> Iterator[Task]:
         """Tasks of `order` that were not launched. Keep one order: what lies in front is then looked at once."""
-        return self._now.unlaunched(order)
+        return self.progress.unlaunched(order)
 
     def started(self, phase: Phase) -> int:
         """How many tasks of `phase` were launched."""
-        return self._now.started_of[phase]
+        return self.progress.started_of[phase]
 
     def runs(self, phase: Phase) -> int:
         """How many tasks of `phase` run."""
-        return self._now.running_of[phase]
+        return self.progress.running_of[phase]
 
     def left(self, phase: Phase) -> int:
         """How many tasks of `phase` are not done."""
-        return self._now.left[phase]
+        return self.progress.left[phase]
 
     def missing(self, task: Task) -> tuple[Task, ...]:
         """What `task` needs and is not done yet."""
-        done = self._now.done
+        done = self.progress.done
         return tuple(need for need in self.spec.needs(task) if need not in done)
 
     def all_done(self, phase: Phase) -> bool:
         """Whether no task of `phase` is left (also where the step has none)."""
-        return not self._now.left[phase]
+        return not self.progress.left[phase]
 
     def has_slot(self, lane: Lane) -> bool:
         """Whether `lane` can take one more task."""
@@ -180,7 +183,7 @@ class StepState:
     def obstacle(self, launch: Launch) -> str | None:
         """Why `launch` cannot start now; None when it can."""
         task, lane = launch.task, launch.lane
-        now = self._now
+        now = self.progress
         if task not in self.spec.tasks:
             return f"{task} is no task of this step"
         if task in now.done or task in now.running:
@@ -209,16 +212,16 @@ class StepState:
     def accept(self, launch: Launch) -> StepState:
         """The state with `launch` running, for one in whose way `obstacle` has found nothing."""
         if not self._leads_to(launch):
-            self._now.add(launch)
+            self.progress.add(launch)
         return self._next()
 
     def finish(self, task: Task) -> StepState:
         """The state with `task` done. Raises StateError when it was not running."""
         if not self._leads_to(task):
-            if task not in self._now.running:
-                names = [str(item) for item in self._now.running]
+            if task not in self.progress.running:
+                names = [str(item) for item in self.progress.running]
                 raise StateError(f"{task} ended without running; running are {names}")
-            self._now.add(task)
+            self.progress.add(task)
         return self._next()
 
     def _leads_to(self, event: Event) -> bool:
@@ -240,10 +243,10 @@ class StepState:
         return hash(self._facts())
 
     def __repr__(self) -> str:
-        return f"StepState({len(self._now.done)} of {len(self.spec.tasks)} tasks done, running {self.running})"
+        return f"StepState({len(self.progress.done)} of {len(self.spec.tasks)} tasks done, running {self.running})"
 
     def _facts(self) -> tuple[object, ...]:
-        return self.spec, self.limits, self.running, tuple(self._now.done)
+        return self.spec, self.limits, self.running, tuple(self.progress.done)
 
 
 class Schedule(Protocol):

@@ -84,6 +84,5 @@ class Stream:
         turn = Turn(state, *_orders(state.spec))
         turn.offer_rewards()
         turn.offer_rollout()
-        for phase in _URGENCY:
-            turn.offer_passes(phase)
+        turn.offer_passes(*_URGENCY)
         return tuple(turn.launches)

@@ -46,8 +46,10 @@ def peak_of_rest(state: StepState, order: Sequence[Task], also: Task | None = No
 
 def check_memory(name: str, spec: StepSpec, limits: Limits, *orders: Sequence[Task]) -> None:
     """Raises ConfigError, with the smallest cap that works, when none of `orders` fits even one task at a time."""
+    if limits.memory_bytes is None:
+        return
     peak, where = min((peak_of_rest(StepState(spec, limits), order) for order in orders), key=lambda found: found[0])
-    if limits.memory_bytes is not None and peak > limits.memory_bytes:
+    if peak > limits.memory_bytes:
         raise ConfigError(
             f"schedule {name!r} needs at least {peak} bytes for {spec.num_groups} groups (reached at {where}), "
             f"Limits.memory_bytes is {limits.memory_bytes}; give it more, or fewer groups (rollout.prompts_per_step)"
@@ -57,11 +59,15 @@ def check_memory(name: str, spec: StepSpec, limits: Limits, *orders: Sequence[Ta
 class Turn:
     """Collects the launches of one `Schedule.ready`; `state` is the state as if they had started.
 
-    orders: ways in which the schedule could run the step one task at a time, the preferred first.
+    orders: ways in which the schedule could run the step one task at a time, the preferred first. progress: the ledger
+    behind `state`, which a schedule of many groups reads directly: it goes on with every launch that is taken.
     """
+
+    __slots__ = ("launches", "order", "orders", "progress", "state")
 
     def __init__(self, state: StepState, *orders: Sequence[Task]):
         self.state, self.orders, self.order = state, orders, orders[0]
+        self.progress = state.progress
         self.launches: list[Launch] = []
 
     def offer(self, task: Task, lane: Lane) -> bool:
@@ -78,25 +84,32 @@ class Turn:
         self.launches.append(launch)
         return True
 
+    def has_slot(self, lane: Lane) -> bool:
+        """Whether `lane` can take one more task."""
+        slots = self.state.limits.slots(lane)
+        return slots is None or len(self.progress.in_lane[lane]) < slots
+
     def offer_pass(self, task: Task) -> bool:
         """Offer a pass over the model: in the window while groups decode, else alone in the main lane."""
         lane = self._pass_lane()
         return lane is not None and self.offer(task, lane)
 
-    def offer_passes(self, phase: Phase) -> None:
-        """Offer the passes of `phase` that may start, one by one while the device takes another."""
-        if not self.state.startable(phase):
+    def offer_passes(self, *phases: Phase) -> None:
+        """Offer the passes of `phases` that may start, in this order, one by one while the device takes another."""
+        if self._pass_lane() is None:
             return
-        for task in self.pending(phase):
-            lane = self._pass_lane()
-            if lane is None:
-                return
-            self.offer(task, lane)
+        for phase in phases:
+            for task in self.pending(phase):
+                lane = self._pass_lane()
+                if lane is None:
+                    return
+                self.offer(task, lane)
 
     def _pass_lane(self) -> Lane | None:
         """Where a pass could start now; None: nowhere."""
-        lane, other = (Lane.WINDOW, Lane.MAIN) if self.state.busy(Lane.DECODE) else (Lane.MAIN, Lane.WINDOW)
-        return lane if self.state.has_slot(lane) and not self.state.busy(other) else None
+        in_lane = self.progress.in_lane
+        lane, other = (Lane.WINDOW, Lane.MAIN) if in_lane[Lane.DECODE] else (Lane.MAIN, Lane.WINDOW)
+        return lane if not in_lane[other] and self.has_slot(lane) else None
 
     def offer_rewards(self) -> None:
         """Rewards of complete groups, at once: they run in threads of their own under every schedule."""
@@ -107,11 +120,12 @@ class Turn:
 
         Once groups decode, one that finds room later is prefilled by the engine beside them, in their lane.
         """
-        if self.state.busy(Lane.MAIN):
+        in_lane = self.progress.in_lane
+        if in_lane[Lane.MAIN]:
             return
-        if self.state.busy(Lane.DECODE) or self.state.busy(Lane.WINDOW):
+        if in_lane[Lane.DECODE] or in_lane[Lane.WINDOW]:
             self.offer_all(Phase.DECODE, Lane.DECODE)
-            if not self.state.runs(Phase.PREFILL):
+            if not self.progress.running_of[Phase.PREFILL]:
                 self._offer_prefill(Lane.DECODE)
         elif not self._offer_prefill(Lane.MAIN):
             self.offer_all(Phase.DECODE, Lane.DECODE)
@@ -122,10 +136,10 @@ class Turn:
 
     def offer_all(self, phase: Phase, lane: Lane) -> None:
         """Offer every task of `phase` that may start, while `lane` has a slot."""
-        if not self.state.startable(phase):
+        if not self.progress.startable[phase]:
             return
         for task in self.pending(phase):
-            if not self.state.has_slot(lane):
+            if not self.has_slot(lane):
                 return
             self.offer(task, lane)
 
@@ -138,8 +152,8 @@ class Turn:
     def pending(self, phase: Phase) -> Iterator[Task]:
         """Tasks of `phase` that were not launched and whose needs are done, in the order of the groups; those launched
         meanwhile are passed over."""
-        passed = 0
-        while passed < len(tasks := self.state.startable(phase)):
-            task = tasks[passed]
+        tasks, passed = self.progress.startable[phase], 0  # the last group first
+        while passed < len(tasks):
+            task = tasks[-1 - passed]
             yield task
-            passed += passed < len(tasks := self.state.startable(phase)) and tasks[passed] is task
+            passed += not self.progress.launched(task)

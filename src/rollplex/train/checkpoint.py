@@ -9,7 +9,7 @@ Only safetensors, JSON and YAML: nothing in it can run code when it is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ CONFIG = "config.yaml"
 BASE_MODEL = "base_model"
 # Entries of trainer_state.json that this module writes itself. The learning rate follows from optimizer_steps.
 _OWN_KEYS = ("format_version", "optimizer_steps", "trained_parameters")
+Part = Callable[[str, torch.Tensor], torch.Tensor]
 _DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -53,11 +54,26 @@ class StatefulOptimizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class WholeState:
+    """Everything that a checkpoint stores of a model that several processes hold in parts. All of them must read all
+    tensors, in order: weights, then optimizer; one tensor is whole at a time."""
+
+    weights: Sequence[StoredTensor]  # by the names of models.save.stored_state
+    optimizer: Sequence[StoredTensor]  # by those of StatefulOptimizer.named_state
+
+    def read(self) -> None:
+        """This process's part in a checkpoint that another one writes."""
+        for tensor in (*self.weights, *self.optimizer):
+            tensor.read()
+
+
+@dataclass(frozen=True, slots=True)
 class RestoredState:
     """What `load_checkpoint` hands back besides the tensors that it put in place."""
 
     trainer_state: Mapping[str, Any]  # as it was given to save_checkpoint
     optimizer_steps: int
+    trained_parameters: frozenset[str]
 
 
 def save_checkpoint(
@@ -68,29 +84,30 @@ def save_checkpoint(
     optimizer: StatefulOptimizer,
     trainer_state: Mapping[str, Any],
     config: Config | None = None,
+    whole: WholeState | None = None,
 ) -> Path:
     """Write a checkpoint at `folder` (`<output_dir>/checkpoint-N`), whole or not at all.
 
-    `trainer_state` holds JSON values (step, weight version, data position, seed, ...). A LoRA model that was built
-    rather than loaded gets its base written once, to `base_model` beside the checkpoints, so that the adapter loads
-    with the plain auto classes. Raises CheckpointError when the disk fails or a value is no JSON; the last checkpoint
-    then stays as it was.
+    `trainer_state` holds JSON values (step, weight version, data position, seed, ...). whole: what to store, where
+    `model` is its names and sizes only. A LoRA model that was built rather than loaded gets its base written once, to
+    `base_model` beside the checkpoints, so that the adapter loads with the plain auto classes. Raises CheckpointError
+    when the disk fails or a value is no JSON; the last checkpoint then stays as it was.
     """
     folder = Path(folder).absolute()
     clash = sorted(set(_OWN_KEYS) & trainer_state.keys())
     if clash:
         raise CheckpointError(f"trainer_state must not have the keys {', '.join(clash)}: they are the checkpoint's own")
-    own = (FORMAT_VERSION, optimizer.num_steps, sorted(optimizer.weights))
+    ours = (FORMAT_VERSION, optimizer.num_steps, sorted(optimizer.weights))
     try:
-        text = json.dumps({**dict(zip(_OWN_KEYS, own, strict=True)), **trainer_state}, indent=1, allow_nan=False)
+        text = json.dumps({**dict(zip(_OWN_KEYS, ours, strict=True)), **trainer_state}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the trainer's state cannot be written as JSON: {error}") from error
     if is_lora(model):
         _save_base_once(model, processor, folder.parent / BASE_MODEL)
     with atomic_folder(folder) as temporary:
-        save_pretrained(model, processor, temporary)
-        state = [StoredTensor.of(name, tensor) for name, tensor in optimizer.named_state().items()]
-        write_tensors(state, temporary, OPTIMIZER)
+        save_pretrained(model, processor, temporary, tensors=None if whole is None else whole.weights)
+        own = [StoredTensor.of(name, tensor) for name, tensor in optimizer.named_state().items()]
+        write_tensors(own if whole is None else whole.optimizer, temporary, OPTIMIZER)
         (temporary / TRAINER_STATE).write_text(text + "\n", encoding="utf-8")
         if config is not None:
             (temporary / CONFIG).write_text(dump_config(config), encoding="utf-8")
@@ -110,20 +127,33 @@ def load_checkpoint(
     every tensor has its place with the same shape and dtype. Raises CheckpointError naming file, tensor or option.
     """
     folder = Path(folder).absolute()
+    restored = check_checkpoint(folder, model=model, config=config)
+    if optimizer is not None:
+        load_optimizer(folder, optimizer, restored)
+    load_weights(folder, model)
+    return restored
+
+
+def check_checkpoint(folder: Path, *, model: Any, config: Config | None = None) -> RestoredState:
+    """What a checkpoint says of its run, once sizes and checksums, run and weights are found to fit `config` and
+    `model`, of which only names and sizes are looked at. Raises CheckpointError as `load_checkpoint` does."""
     verify_checksums(folder)
     state = _read_trainer_state(folder)
     if config is not None:
         check_same_run(_read_config(folder), config, folder)
-    targets = stored_state(model)
-    _check_weights(folder, weights_stem(model), targets)
-    if optimizer is not None:
-        _check_trained(folder, set(state["trained_parameters"]), set(optimizer.weights))
-        device = next(iter(targets.values())).device
-        optimizer_state = {name: tensor.to(device) for name, tensor in read_tensors(folder, OPTIMIZER)}
-        optimizer.load_named_state(optimizer_state, state["optimizer_steps"])
-    load_weights(folder, model)
+    _check_weights(folder, weights_stem(model), stored_state(model))
     trainer_state = {key: value for key, value in state.items() if key not in _OWN_KEYS}
-    return RestoredState(trainer_state, state["optimizer_steps"])
+    return RestoredState(trainer_state, state["optimizer_steps"], frozenset(state["trained_parameters"]))
+
+
+def load_optimizer(
+    folder: Path, optimizer: StatefulOptimizer, restored: RestoredState, *, part: Part = lambda _, whole: whole
+) -> None:
+    """Put the optimizer state of `folder` into `optimizer`. part: from name and full tensor what this process holds of
+    it. Raises CheckpointError, before anything is changed, where it does not fit."""
+    _check_trained(folder, restored.trained_parameters, frozenset(optimizer.weights))
+    state = {name: part(name, tensor) for name, tensor in read_tensors(folder, OPTIMIZER)}
+    optimizer.load_named_state(state, restored.optimizer_steps)
 
 
 def load_weights(folder: Path, model: Any) -> None:
@@ -172,7 +202,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error} (run.resume_from_checkpoint)") from error
 
 
-def _check_trained(folder: Path, before: set[str], now: set[str]) -> None:
+def _check_trained(folder: Path, before: frozenset[str], now: frozenset[str]) -> None:
     """Also catches parameters that have no optimizer state yet because no step gave them a gradient."""
     changed = sorted(before ^ now)
     if changed:

@@ -33,6 +33,15 @@ class MetricSums:
             _join(self.maxima, other.maxima, torch.maximum),
         )
 
+    def on_host(self) -> MetricSums:
+        """The same, off the device: for another process."""
+        return MetricSums(
+            {name: value.cpu() for name, value in self.sums.items()},
+            {name: (total.cpu(), count.cpu()) for name, (total, count) in self.means.items()},
+            {name: value.cpu() for name, value in self.minima.items()},
+            {name: value.cpu() for name, value in self.maxima.items()},
+        )
+
     def values(self) -> dict[str, float]:
         """Final values. A mean, minimum or maximum over nothing is left out."""
         named = {

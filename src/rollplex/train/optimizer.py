@@ -65,7 +65,7 @@ class PolicyOptimizer:
         )
         self.host_state: HostState | None = None
         if host_chunk_bytes is not None:
-            own = [self.masters[name] for name, weight in self.weights.items() if self.masters[name] is not weight]
+            own = [master for name, master in self.masters.items() if self._is_copy(name)]
             self.host_state = HostState(self.adamw, own, host_chunk_bytes)
 
     def _master(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -74,6 +74,10 @@ class PolicyOptimizer:
             return weight
         self._hooks.append(weight.register_post_accumulate_grad_hook(self._accumulate(name)))
         return weight.detach().float()
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether a master holds more than its weight, so that a checkpoint needs both."""
+        return self.masters[name] is not self.weights[name]
 
     def _accumulate(self, name: str) -> Any:
         def hook(weight: torch.Tensor) -> None:
@@ -118,7 +122,7 @@ class PolicyOptimizer:
                 "from an earlier checkpoint, or use model.dtype=float32"
             )
         self.num_steps += 1  # before the first weight moves: who finds the old count finds the old weights
-        self._move()
+        self._adamw_step()
         self.drop_gradients()
         return OptimizerStep(norm, rate)
 
@@ -126,7 +130,7 @@ class PolicyOptimizer:
         """Scale the gradients down to the largest norm allowed; their norm before."""
         return float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.config.max_grad_norm))
 
-    def _move(self) -> None:
+    def _adamw_step(self) -> None:
         """AdamW's step on the gradients that are there, and 16-bit weights from their masters."""
         if self.host_state is not None:
             self.host_state.step(self._write_weights)
@@ -167,7 +171,7 @@ class PolicyOptimizer:
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
                 state[f"{key}/{name}"] = self._readable(master, value)
-            if master is not self.weights[name]:
+            if self._is_copy(name):
                 state[f"master/{name}"] = self._readable(master, master)
         return state
 
@@ -187,8 +191,8 @@ class PolicyOptimizer:
                 f"optimizer state does not fit this model: not in the model {left_over[:3]}; resume with the model.* "
                 "options of the checkpoint's config.yaml"
             )
-        for name, master in self.masters.items():
-            if master is not self.weights[name] and f"master/{name}" not in state:
+        for name in self.masters:
+            if self._is_copy(name) and f"master/{name}" not in state:
                 raise CheckpointError(
                     f"optimizer state lacks the fp32 master of {name}; resume with the model.dtype of the checkpoint"
                 )
@@ -204,5 +208,7 @@ class PolicyOptimizer:
                 if kind == "master":
                     master.copy_(value)
                 else:
-                    self.adamw.state[master][kind] = value.to(master.device, copy=True)
+                    # Moments lie in memory as their weight does, which may be a transposed view (weights/layout.py).
+                    like = torch.empty_like(value, device=master.device) if kind == "step" else torch.empty_like(master)
+                    self.adamw.state[master][kind] = like.copy_(value)
         self.num_steps = num_steps

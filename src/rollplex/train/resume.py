@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 # Options that change where a run reports, how far it goes or how much it holds at once, but not which run it is.
 MAY_CHANGE = frozenset(
     {
+        "parallel.deadline_s",
         "run.output_dir",
         "run.num_threads",
         "run.save_steps",
@@ -31,6 +32,11 @@ MAY_CHANGE = frozenset(
         "data.media_workers",
         "data.media_timeout_s",
         "rewards.timeout_s",
+        "sharing.train_tp",  # checkpoints hold whole tensors
+        "sharing.rollout_tp",
+        "sharing.train_layout",
+        "sharing.rollout_layout",
+        "sharing.vocab_padding",
         "schedule.overlap",
         "schedule.decode_threads",
         "schedule.window_threads",

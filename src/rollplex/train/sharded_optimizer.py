@@ -6,7 +6,7 @@ and the gradients of what several ranks hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -18,12 +18,15 @@ from rollplex.parallel.gradients import GradientSums
 from rollplex.parallel.tensor_ranks import ProcessRanks
 from rollplex.train.optimizer import OptimizerStep, PolicyOptimizer
 
+Publish = Callable[[Callable[[], None]], None]
+"""Runs a write of new weights, and hands them over to all that read them."""
+
 
 class ShardedOptimizer(PolicyOptimizer):
     """PolicyOptimizer of a tensor-parallel rank; with `data`, of weights that data-parallel ranks divide further.
 
-    tensors: the shard plan's. All ranks must take the same steps. With `data` the model's weights are whole before and
-    after a step.
+    tensors: the shard plan's. publish: who hands new weights over, where the rollout does not read those of training.
+    All ranks must take the same steps. With `data` the model's weights are whole before and after a step.
     """
 
     def __init__(  # noqa: PLR0913 - those of PolicyOptimizer, and what makes the ranks
@@ -35,8 +38,9 @@ class ShardedOptimizer(PolicyOptimizer):
         tensors: Sequence[PlanTensor],
         ranks: ProcessRanks,
         data: DataShards | None = None,
+        publish: Publish | None = None,
     ):
-        self.sums, self.data = GradientSums(tensors, ranks), data
+        self.sums, self.data, self._publish = GradientSums(tensors, ranks), data, publish
         super().__init__(model, config, total_steps)
 
     def fill_gradients(self, weights: Sequence[torch.Tensor]) -> None:
@@ -63,11 +67,26 @@ class ShardedOptimizer(PolicyOptimizer):
             for name, gradient in self.data.reduce().items():
                 self.masters[name].grad = gradient
         self.sums.complete(self._gradients())
+        if self._publish is None:
+            return self._move()
+        done: list[OptimizerStep] = []
+
+        def write() -> None:
+            done.append(self._move())
+
+        self._publish(write)
+        return done[0]
+
+    def _move(self) -> OptimizerStep:
+        """Clip and update; with `data`, the new weights are whole again."""
         try:
             return super().step()
         finally:
             if self.data is not None:
                 self.data.gather()
+
+    def _is_copy(self, name: str) -> bool:
+        return super()._is_copy(name) if self.data is None else False  # with it, a master is the weight's own rows
 
     def _master(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return super()._master(name, weight) if self.data is None else self.data.local[name]

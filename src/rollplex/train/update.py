@@ -21,7 +21,9 @@ from rollplex.config import Config
 from rollplex.models.logprobs import TokenLogps
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import Activations, backward_prefix
+from rollplex.parallel.waits import Peers
 from rollplex.train.correction import MismatchStats, merge_stats, mismatch_correction
+from rollplex.train.data_parallel import totals_over_ranks
 from rollplex.train.full_sequence import full_sequence_logps
 from rollplex.train.loss import LossBatch, LossResult, LossSettings, LossTotals, policy_loss
 from rollplex.train.metric_sums import MetricSums, merge_metrics
@@ -50,8 +52,17 @@ class FrozenLogps:
 class Updater:
     """Turns the groups of one rollout into optimizer steps on the policy."""
 
-    def __init__(self, policy: Policy, optimizer: PolicyOptimizer, reference: Reference | None, config: Config):
-        self.policy, self.optimizer, self.reference = policy, optimizer, reference
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        reference: Reference | None,
+        config: Config,
+        *,
+        data: Peers | None = None,
+    ):
+        """data: replicas that learn from the other groups of each step; None: all groups are here."""
+        self.policy, self.optimizer, self.reference, self._data = policy, optimizer, reference, data
         self.algorithm, self.train = config.algorithm, config.train
         self.temperature = config.rollout.temperature
         self.settings = LossSettings.from_config(config.algorithm, config.rollout.max_completion_length)
@@ -107,8 +118,15 @@ class Updater:
     def totals(
         self, groups: Sequence[ScoredGroup], *, rollout_tokens: int | None = None, num_minibatches: int = 1
     ) -> LossTotals:
-        """Sizes of the optimizer step over `groups`; rollout_tokens: counted tokens of the whole rollout."""
+        """Sizes of the optimizer step over `groups`, and those of all replicas, who must call it together.
+
+        rollout_tokens: counted tokens of the whole rollout (of this replica's part of it).
+        """
         items = items_of(groups, mask_truncated=self.algorithm.mask_truncated_completions)
+        if self._data is not None:
+            return totals_over_ranks(
+                self._data, items, rollout_tokens=rollout_tokens, steps_per_generation=num_minibatches
+            )
         return LossTotals.of_step(
             [len(item.tokens) for item in items],
             [item.counts for item in items],

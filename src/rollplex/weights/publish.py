@@ -1,9 +1,9 @@
 """The hand-over after an optimizer step: training's ranks write, the block exchanges what the rollout lacks, once.
 
     all devices of the block mark their weights as half written, and wait for each other
-    each training rank writes its own slices (the optimizer, in place)
-    rounds: rows that a rollout shard lacks come from the device that has them, a bucket at a time
-    all have everything: only then does any device count the new version; caches of older weights are dropped
+    each training rank writes its own slices (the optimizer, in place); from here on training may read them
+    in a thread: rows that a rollout shard lacks come from the device that has them, in rounds; rebuilt rows are copied
+    all have everything: only then caches of older weights are dropped, and each device counts the new version
 
 Until its device counts the new version, a reader gets no weights: it finds them locked, or half written. A device that
 ends half-way keeps all others from counting; what is left must be loaded again as a whole.
@@ -12,8 +12,12 @@ ends half-way keeps all others from counting; what is left must be loaded again 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,9 @@ from rollplex.weights.share import Backing
 from rollplex.weights.transfer import Move, local_moves, publish_rounds
 
 DEFAULT_BUCKET_BYTES = 64 << 20
+# One round travels while the one before it is put in place. Each takes half a bucket for what a device sends and half a
+# bucket for what it receives, so both together take two buckets.
+_ROUNDS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +41,50 @@ class PublishReport:
 
     version: int
     received_bytes: int  # from other devices
-    buffer_bytes: int  # most memory that the exchange took, beyond the weights
+    buffer_bytes: int  # that the exchange took, beyond the weights
     rounds: int
 
 
-class Publisher:
-    """Hands the weights of one block over. Every device of the block makes its own and calls `publish` alike.
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """A hand-over on its way: training's rows are written, the rollout's are not all there yet."""
 
-    block: the processes of the block, in the order of their devices. dependents: called after each hand-over, to drop
-    what was computed from older weights. check: compare hashes of both sides after each hand-over (reads all weights).
+    version: int  # that its end makes
+    _report: Future[PublishReport]
+
+    def finish(self) -> PublishReport:
+        """Wait until the rollout may read. Raises what the exchange did: see `Publisher.begin`."""
+        return self._report.result()  # every wait of the exchange has a deadline
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The buffers of one round, used again by the next but one: flat, as long as the largest round of this device."""
+
+    outgoing: torch.Tensor
+    incoming: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.outgoing.nbytes + self.incoming.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One exchange on its way."""
+
+    what: str
+    works: tuple[Any, ...]
+    incoming: tuple[tuple[torch.Tensor, list[torch.Tensor]], ...]  # a part of a room, and the views that it is for
+
+
+class Publisher:
+    """Hands the weights of one block over. Every device of the block makes its own and calls it alike.
+
+    block: the processes of the block, in the order of their devices; nobody else may use their group while a hand-over
+    is on its way. dependents: called in each hand-over before anyone can read the new version, to drop what was
+    computed from older weights. check: compare hashes of both sides in each hand-over (reads all weights).
     Raises ConfigError when the block has another size than the plan.
     """
 
@@ -64,67 +106,103 @@ class Publisher:
         self.plan, self.backing, self.block = plan, backing, block
         self.dependents, self.check = tuple(dependents), check
         self.local = local_moves(plan, block.rank)
-        self.rounds = publish_rounds(plan, max(1, bucket_bytes // backing.dtype.itemsize))
+        self.rounds = publish_rounds(plan, max(1, bucket_bytes // _ROUNDS_IN_FLIGHT // backing.dtype.itemsize))
+        self._thread = ThreadPoolExecutor(1, "rollplex-publish")  # ends with the publisher
 
     def publish(self, write: Callable[[], None], *, wait_s: float = 0.0) -> PublishReport:
-        """Run `write` (the optimizer step, on all ranks) and hand over what it wrote: a new version on all devices.
+        """`begin`, and wait for the end."""
+        return self.begin(write, wait_s=wait_s).finish()
 
-        wait_s: how long readers may go on. Raises DeadlineError when they do for longer, PeerError or DeadlineError
-        when another device ends or stops, StateError when the hashes differ. After an error the weights are half
-        written, save after TrainingError of `write`: then nothing was changed, and the old version stays.
+    def begin(self, write: Callable[[], None], *, wait_s: float = 0.0) -> HandOver:
+        """Run `write` (the optimizer step, on all ranks) and begin to hand over what it wrote: a new version on all
+        devices. Meanwhile training may read its weights; the rollout's readers, and the next writer, wait for the end.
+
+        wait_s: how long readers may go on. Raises DeadlineError when they do for longer. Here or in `finish`: PeerError
+        or DeadlineError when another device ends or stops, StateError when the hashes differ. After an error the
+        weights are half written, save after TrainingError of `write`: then nothing was changed, and the old version
+        stays.
         """
-        backing, version = self.backing, self.backing.version
-        with torch.no_grad(), version.writing("publish", wait_s=wait_s) as new:
+        with ExitStack() as stack, torch.no_grad():
+            new = stack.enter_context(self.backing.version.writing("publish", wait_s=wait_s))
             self.block.barrier(f"publish of v{new}: start")
             write()
-            backing.synchronize()
+            self.backing.synchronize()
+            hold = stack.pop_all()
+        return HandOver(new, self._thread.submit(self._complete, new, hold))
+
+    def _complete(self, new: int, hold: ExitStack) -> PublishReport:
+        """The rest, in the thread. `hold` is the writer's lock: its end counts the version."""
+        with hold, torch.no_grad(), self._side_stream():
             self.block.barrier(f"publish of v{new}: end of all writes")
             received, buffers = self._exchange(new)
             if self.check:
                 self._check(new)
-            backing.synchronize()
+            self.backing.synchronize()
             self.block.barrier(f"publish of v{new}: end of the exchange")
-        for drop in self.dependents:
-            drop()
+            for drop in self.dependents:
+                drop()
         return PublishReport(new, received, buffers, len(self.rounds))
 
+    def _side_stream(self) -> AbstractContextManager[object]:
+        """On an accelerator, a stream beside that of training. What `write` wrote is there already."""
+        device = next(iter(self.backing.stores.values())).device
+        return nullcontext() if device.type == "cpu" else torch.Stream(device)
+
     def _exchange(self, version: int) -> tuple[int, int]:
-        """(bytes received from others, most bytes of buffers at once)"""
+        """(bytes received from others, bytes of buffers)"""
+        rooms, received = self._rooms(), 0
+        flying: deque[_Round] = deque()
+        for number, moves in enumerate(self.rounds):
+            if len(flying) == len(rooms):
+                self._land(flying.popleft())
+            what = f"publish of v{version}: round {number + 1} of {len(self.rounds)}"
+            flying.append(self._post(moves, rooms[number % len(rooms)], what))
+            received += sum(part.nbytes for part, _ in flying[-1].incoming)
         for move in self.local:
             for source, target in zip(self._source(move), self._target(move), strict=True):
                 target.copy_(source)
-        received = largest = 0
-        for number, moves in enumerate(self.rounds):
-            got, buffers = self._round(moves, f"publish of v{version}: round {number + 1} of {len(self.rounds)}")
-            received, largest = received + got, max(largest, buffers)
-        return received, largest
+        while flying:
+            self._land(flying.popleft())
+        return received, sum(room.nbytes for room in rooms)
 
-    def _round(self, moves: Sequence[Move], what: str) -> tuple[int, int]:
-        """One exchange; (bytes received, bytes of buffers)."""
-        group, own, operations = self.block.group, self.block.rank, []
-        sent, incoming = [], []
+    def _rooms(self) -> list[_Room]:
+        """Allocated once: what the system holds is what is counted, whatever an allocator keeps of freed memory."""
+        store, own = next(iter(self.backing.stores.values())), self.block.rank
+        sent = max((sum(m.numel for m in moves if m.copy.source == own) for moves in self.rounds), default=0)
+        received = max((sum(m.numel for m in moves if m.copy.target == own) for moves in self.rounds), default=0)
+        count = min(_ROUNDS_IN_FLIGHT, len(self.rounds))
+        return [_Room(store.new_empty(sent), store.new_empty(received)) for _ in range(count)]
+
+    def _post(self, moves: Sequence[Move], room: _Room, what: str) -> _Round:
+        """Send, and expect, what one round moves to and from this device."""
+        own, group = self.block.rank, self.block.group
+        operations, incoming, sent, received = list[dist.P2POp](), [], 0, 0
         for peer in range(self.block.size):
-            outgoing = [
-                view for m in moves if (m.copy.source, m.copy.target) == (own, peer) for view in self._source(m)
-            ]
-            if outgoing:
-                sent.append(torch.cat([view.reshape(-1) for view in outgoing]))
-                operations.append(dist.P2POp(dist.isend, sent[-1], group=group, group_peer=peer))
-            targets = [view for m in moves if (m.copy.source, m.copy.target) == (peer, own) for view in self._target(m)]
-            if targets:
-                buffer = targets[0].new_empty(sum(view.numel() for view in targets))
-                incoming.append((buffer, targets))
-                operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+            leaving = [m for m in moves if (m.copy.source, m.copy.target) == (own, peer)]
+            if leaving:
+                views = [view.reshape(-1) for move in leaving for view in self._source(move)]
+                part = room.outgoing[sent : sent + sum(move.numel for move in leaving)]
+                operations.append(dist.P2POp(dist.isend, torch.cat(views, out=part), group=group, group_peer=peer))
+                sent += part.numel()
+            arriving = [m for m in moves if (m.copy.source, m.copy.target) == (peer, own)]
+            if arriving:
+                part = room.incoming[received : received + sum(move.numel for move in arriving)]
+                operations.append(dist.P2POp(dist.irecv, part, group=group, group_peer=peer))
+                incoming.append((part, [view for move in arriving for view in self._target(move)]))
+                received += part.numel()
+        works: Sequence[Any] = ()
         if operations:
             with self.block.waiting(what):
                 works = dist.batch_isend_irecv(operations)
-            for work in works:
-                self.block.wait(work, what)
-        for buffer, targets in incoming:
-            for part, view in zip(buffer.split([view.numel() for view in targets]), targets, strict=True):
-                view.copy_(part.view(view.shape))
-        received = sum(buffer.nbytes for buffer, _ in incoming)
-        return received, received + sum(buffer.nbytes for buffer in sent)
+        return _Round(what, tuple(works), tuple(incoming))
+
+    def _land(self, arriving: _Round) -> None:
+        """Wait for a round and put what it brought in place."""
+        for work in arriving.works:
+            self.block.wait(work, arriving.what)
+        for part, targets in arriving.incoming:
+            for rows, view in zip(part.split([view.numel() for view in targets]), targets, strict=True):
+                view.copy_(rows.view(view.shape))
 
     def _source(self, move: Move) -> list[torch.Tensor]:
         placement, at = self.backing.layout.placements[move.unit], move.copy.source_at

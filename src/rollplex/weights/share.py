@@ -117,17 +117,21 @@ class Backing:
     def fill(self, side: Side, full: Mapping[str, Sliceable]) -> None:
         """Write one side's parameters from full tensors. Only the slices that this device holds are read."""
         for unit, part in self.placements(side):
-            for placed in part:
-                for run in placed.parameter.runs:
-                    if run.tensor == PADDING:
-                        continue
-                    at = run.at
-                    for view in self.rows(unit, (placed,), run.at, run.at + run.length):
-                        first = run.start + at - run.at
-                        where = slice(first, first + view.shape[0])
-                        source = full[run.tensor][:, where].t() if unit.dim else full[run.tensor][where]
-                        view.copy_(source)
-                        at += view.shape[0]
+            self.fill_unit(unit, part, full)
+
+    def fill_unit(self, unit: Unit, part: tuple[Placed, ...], full: Mapping[str, Sliceable]) -> None:
+        """Write one side's parameters of `unit` from its full tensors."""
+        for placed in part:
+            for run in placed.parameter.runs:
+                if run.tensor == PADDING:
+                    continue
+                at = run.at
+                for view in self.rows(unit, (placed,), run.at, run.at + run.length):
+                    first = run.start + at - run.at
+                    where = slice(first, first + view.shape[0])
+                    source = full[run.tensor][:, where].t() if unit.dim else full[run.tensor][where]
+                    view.copy_(source)
+                    at += view.shape[0]
 
     def load(self, full: Mapping[str, Sliceable], who: str, *, wait_s: float = 0.0) -> None:
         """Replace all weights, of both sides, by those of `full` (tensor name -> full tensor): a new version."""

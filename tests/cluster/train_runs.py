@@ -1,0 +1,83 @@
+"""What each process does in test_train_runs.py: the trainer's own run, as `rollplex train` makes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from rollplex.config import Config
+from rollplex.parallel.arrangement import arrangement
+from rollplex.parallel.groups import Job, train_grid
+from rollplex.parallel.team import ALONE, ProcessTeam, Team
+from rollplex.runtime.trainer import Trainer
+
+STEPS = 3
+TIMED = ("timing_s/", "step_time", "overlap/")
+
+
+def run_config(folder: Path, **sections: dict[str, Any]) -> Config:
+    """A tiny run in float64 whose rewards differ between responses, so that every step moves the weights."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"output_dir": str(folder), "num_threads": 1, "seed": 5, "log_completions_steps": 2, "save_steps": 2},
+        "model": {"build": {"family": "qwen2_5_vl", "num_heads": 4, "num_kv_heads": 2}, "dtype": "float64"},
+        "data": {"task": "mixed", "image_size": 56, "media_workers": 1},
+        "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 6},
+        "rewards": {"reward_funcs": [f"{__file__}:token_reward"]},
+        "train": {"max_steps": STEPS, "learning_rate": 1e-3, "micro_batch_tokens": 200},
+        "schedule": {"unit_tokens": 64, "overlap": "off"},
+        "parallel": {"deadline_s": 60.0},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return Config.model_validate(tree)
+
+
+def token_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Differs between responses."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def team_of(job: Job, config: Config) -> Team:
+    """As runtime.joining makes it, of processes that have met already."""
+    arranged = arrangement(config, job.world)
+    return ProcessTeam(job, arranged, train_grid(job, arranged.train_tp, arranged.train_tp))
+
+
+def run_on(job: Job, config: Config) -> dict[str, Any]:
+    """One process' part in the run; what it may be asked for."""
+    trainer = Trainer(config, None, team_of(job, config))
+    result = trainer.train()
+    return {"rewards": result.rewards, "steps": result.steps, "evaluation": dict(result.evaluation)}
+
+
+def run_alone(config: Config) -> None:
+    """The same run in this process."""
+    Trainer(config, None, ALONE).train()
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what a clock decides."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
+
+
+def tensors_of(folder: Path, step: int = STEPS) -> dict[str, Any]:
+    """Weights and optimizer state of a checkpoint."""
+    return {
+        f"{stem}/{key}": tensor
+        for stem in ("model", "optimizer")
+        for key, tensor in load_file(folder / f"checkpoint-{step}" / f"{stem}.safetensors").items()
+    }
+
+
+def rare_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Equal for all responses of many groups."""
+    return [float(ids[0] % 5 == 0) for ids in completion_ids]
+
+
+def broken_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Raises."""
+    return [1 / 0 for _ in completion_ids]
