@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from cluster import train_runs
 from cluster.processes import run_ranks
-from cluster.train_runs import STEPS, metrics_of, run_alone, run_config, run_on, tensors_of
+from cluster.train_runs import STEPS, metrics_of, refused_on, run_alone, run_config, run_on, tensors_of
 
 BOUND = 1e-9  # float64; a gradient's sum over ranks has another order than one process'
 
@@ -24,7 +25,7 @@ QWEN3: dict[str, Any] = {
     "model": {"build": {"family": "qwen3_vl", "num_heads": 4, "num_kv_heads": 2, "tie_word_embeddings": True}},
     "algorithm": {"loss_type": "grpo", "beta": 0.04},
     "data": {"eval_split": "test"},
-    "run": {"eval_rows": 6, "eval_steps": 2},
+    "run": {"eval_rows": 70},  # more than one batch, so that both replicas have one
 }
 
 
@@ -49,6 +50,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def _same_run(found: Path, wanted: Path, first_step: int = 1) -> None:
     """Raises AssertionError naming what differs."""
     lines, truth = metrics_of(found), metrics_of(wanted)
+    evaluations = [json.loads((folder / "summary.json").read_text())["evaluation"] for folder in (found, wanted)]
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=BOUND, abs=BOUND)
     assert [line["step"] for line in lines] == [line["step"] for line in truth] == list(range(1, STEPS + 1))
     for line, other in zip(lines[first_step - 1 :], truth[first_step - 1 :], strict=True):
         assert line.keys() == other.keys()
@@ -151,3 +154,16 @@ def test_masters_of_16_bit_weights_go_on_bitwise(tmp_path: Path) -> None:
     found, wanted = tensors_of(folder), tensors_of(tmp_path / "whole")
     assert any(key.startswith("optimizer/master/") for key in wanted)
     assert found.keys() == wanted.keys() and all(found[key].equal(tensor) for key, tensor in wanted.items())
+
+
+def test_options_that_differ_between_processes_are_named(tmp_path: Path) -> None:
+    own = [run_config(tmp_path, train={"max_steps": steps}, **_degrees(2, 2)) for steps in (3, 4)]
+    said = run_ranks(refused_on, 2, own)
+    assert said[0] == said[1] and "rank 1 has other options than rank 0: train.max_steps was 3, is 4" in said[0]
+
+
+def test_a_degree_that_does_not_divide_the_model_is_refused_on_every_rank(tmp_path: Path) -> None:
+    said = run_ranks(refused_on, 3, [run_config(tmp_path, **_degrees(3, 1))] * 3)
+    assert all(
+        "sharing.train_tp 3 does not divide the 4 query heads; set sharing.train_tp to one of" in s for s in said
+    )

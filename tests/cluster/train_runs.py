@@ -9,9 +9,10 @@ from typing import Any
 from safetensors.torch import load_file
 
 from rollplex.config import Config
-from rollplex.parallel.arrangement import arrangement
-from rollplex.parallel.groups import Job, train_grid
-from rollplex.parallel.team import ALONE, ProcessTeam, Team
+from rollplex.errors import ConfigError
+from rollplex.parallel.groups import Job
+from rollplex.parallel.team import ALONE
+from rollplex.runtime.joining import team_of
 from rollplex.runtime.trainer import Trainer
 
 STEPS = 3
@@ -40,17 +41,20 @@ def token_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def team_of(job: Job, config: Config) -> Team:
-    """As runtime.joining makes it, of processes that have met already."""
-    arranged = arrangement(config, job.world)
-    return ProcessTeam(job, arranged, train_grid(job, arranged.train_tp, arranged.train_tp))
-
-
 def run_on(job: Job, config: Config) -> dict[str, Any]:
     """One process' part in the run; what it may be asked for."""
     trainer = Trainer(config, None, team_of(job, config))
     result = trainer.train()
     return {"rewards": result.rewards, "steps": result.steps, "evaluation": dict(result.evaluation)}
+
+
+def refused_on(job: Job, configs: list[Config]) -> str:
+    """What rank `job.rank` says to options of its own; "" where it finds nothing wrong."""
+    try:
+        Trainer(configs[job.rank], None, team_of(job, configs[job.rank])).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def run_alone(config: Config) -> None:

@@ -171,7 +171,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Greedy evaluation on data.eval_split."""
         state = TrainerState(global_step=self.step, max_steps=self.config.train.max_steps)
-        return evaluate(self.session, self.collector, self.learner.params, state)
+        return evaluate(self.session, self.collector, self.learner.params, state, self.team)
 
     def close(self) -> None:
         """Stop media, reward and window threads, and the engines."""
