@@ -18,12 +18,13 @@ from rollplex.models.load import load_model
 from rollplex.models.policy import Policy
 from rollplex.models.save import stored_state
 from rollplex.rollout.engine import Finished
-from rollplex.rollout.hosting import HostSettings, Request, WeightBucket
+from rollplex.rollout.hosting import HostDied, HostSettings, Request, WeightBucket
 from rollplex.rollout.local_engine import LocalEngine
 
 
 class LocalHost:
-    """Loads `model_folder`. A file `die-in-load` there ends the process at the second bucket; the file is removed."""
+    """Loads `model_folder`. A file there is an order for one process, which removes it: `die-in-load` ends it at the
+    second bucket, `lose-a-worker` makes it tell while it samples that a process of its own has ended."""
 
     def __init__(self, settings: HostSettings, name: str = "local"):
         self.name, self.connection, self.last_heard_s = name, None, 0.0
@@ -48,6 +49,9 @@ class LocalHost:
 
     def poll(self) -> list[Finished]:
         """One step of each engine."""
+        with suppress(FileNotFoundError):
+            (self.folder / "lose-a-worker").unlink()
+            raise HostDied(self.name, "lost worker processes: one of the test")
         finished = [item for engine in self.engines for item in engine.step()]
         self.engines = [engine for engine in self.engines if engine.busy]
         return finished

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from numerics.cases import EXAMPLES, config_of, tiny_rig
+from numerics.cases import EXAMPLES, config_of, rig, tiny_rig
+from rollplex.config import LoraConfig
+from rollplex.models.load import LoadedModel
+from rollplex.models.lora import add_lora
 from rollplex.models.policy import Policy
 from rollplex.rollout.engine import RolloutEngine, SamplingParams
 from rollplex.rollout.engines import VllmEngines
@@ -26,10 +29,15 @@ Sampled = dict[tuple[int, int], Response]
 
 
 class VllmRig:
-    """`options`: those of rollout.vllm; `tp`: sharing.rollout_tp; `temperature`: the engine's."""
+    """`options`: those of rollout.vllm; `tp`: sharing.rollout_tp; `temperature`: the engine's; `lora`: the policy's."""
 
-    def __init__(self, family: str, *, tp: int = 1, temperature: float = 1.0, **options: Any):
+    def __init__(
+        self, family: str, *, tp: int = 1, temperature: float = 1.0, lora: LoraConfig | None = None, **options: Any
+    ):
         self.rig = tiny_rig(family, torch.float32, **SIZES)
+        if lora is not None:
+            loaded = self.rig.loaded
+            self.rig = rig(LoadedModel(add_lora(loaded.model, lora, seed=0, base_path=None), loaded.processor))
         self.policy: Policy = self.rig.policy
         vllm = {"enforce_eager": True, "kv_cache_gib": 0.125, "max_sequence_tokens": 512, **options}
         rollout = {"engine": "vllm", "vllm": vllm, "max_decode_rows": 64, "temperature": temperature}

@@ -118,6 +118,17 @@ def test_a_killed_process_is_named_and_what_it_owed_is_sampled_again(hosted, cap
     assert "of rollouts [0, 2] are sampled again" in caplog.text
 
 
+def test_a_process_that_lost_a_worker_counts_as_dead(hosted, caplog):
+    """It still runs and tells so itself; the message crosses the process border."""
+    (hosted.folder / "lose-a-worker").touch()
+    before = [place.host.process.pid for place in hosted.engine.places]
+    with caplog.at_level(logging.WARNING, "rollplex.rollout"):
+        assert hosted.sample() == hosted.here()
+    assert "lost worker processes: one of the test; started again" in caplog.text
+    after = [place.host.process.pid for place in hosted.engine.places]
+    assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+
+
 def test_a_death_in_the_middle_of_a_push_leaves_no_mixed_weights(hosted, caplog):
     """The survivor's half push is begun anew; nothing can be sampled before both have all."""
     (hosted.folder / "die-in-load").touch()

@@ -53,11 +53,14 @@ class WeightBucket(Protocol):
 
 
 class HostDied(PeerError):
-    """A host's process ended, and what it was sampling is lost."""
+    """A host's process, or one of its workers, ended, and what it was sampling is lost. Can be pickled."""
 
     def __init__(self, host_name: str, how: str):
         super().__init__(f"{host_name} {how}")
-        self.host_name = host_name
+        self.host_name, self.how = host_name, how
+
+    def __reduce__(self) -> tuple[type[HostDied], tuple[str, str]]:
+        return HostDied, (self.host_name, self.how)
 
 
 class Host(Protocol):

@@ -12,23 +12,25 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
 from rollplex.errors import ConfigError, EngineError, StateError
 from rollplex.rollout.engine import Finished, SamplingParams
-from rollplex.rollout.hosting import HostSettings, Request, WeightBucket
+from rollplex.rollout.hosting import HostDied, HostSettings, Request, WeightBucket
 from rollplex.rollout.sampling import keyed_seed
 from rollplex.types import FinishReason, PromptSpec, Response
 
 # Only whole blocks of a prompt are shared between its responses; this is the smallest that vLLM's kernels for GPU and
 # CPU both take.
 BLOCK_TOKENS = 32
+_DEATH_NOTICE_S = 1.0
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -93,7 +95,9 @@ class VllmHost:
         """One decoding step of all live responses; those that ended with it."""
         if not self.asked:
             return []
-        return [self._finished(output) for output in self.engine.step() if output.finished]
+        with self._watching_workers():
+            outputs = self.engine.step()
+        return [self._finished(output) for output in outputs if output.finished]
 
     def call(self, method: str, *args: object) -> Callable[[], None]:
         """Run a method to its end at once."""
@@ -142,8 +146,22 @@ class VllmHost:
         self.engine.engine_core.shutdown()
 
     def _workers(self, method: str, *args: object) -> list[Any]:
-        answers: list[Any] = self.engine.collective_rpc(method, timeout=self.settings.timeout_s, args=args)
+        with self._watching_workers():
+            answers: list[Any] = self.engine.collective_rpc(method, timeout=self.settings.timeout_s, args=args)
         return answers
+
+    @contextmanager
+    def _watching_workers(self) -> Iterator[None]:
+        """Raises HostDied in place of what vLLM raises when one of its worker processes has ended."""
+        try:
+            yield
+        except Exception as error:
+            workers = [worker.proc for worker in getattr(self.engine.model_executor, "workers", ())]
+            # The survivors may tell of a broken connection before the system tells of the process.
+            if not workers or not wait([worker.sentinel for worker in workers], _DEATH_NOTICE_S):
+                raise
+            ended = [f"{worker.name} (exit code {worker.exitcode})" for worker in workers if not worker.is_alive()]
+            raise HostDied(self.name, f"lost worker processes: {', '.join(ended)}") from error
 
     def _merge_area(self) -> int:
         merge: int = self.engine.model_config.hf_config.vision_config.spatial_merge_size
