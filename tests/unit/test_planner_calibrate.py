@@ -10,7 +10,7 @@ import pytest
 
 from rollplex.errors import ConfigError
 from rollplex.models.shapes import shape_from_hf
-from rollplex.planner.calibrate import TracedStep, fit, measured_spans, on, residuals
+from rollplex.planner.calibrate import FREE, TracedStep, fit, measured_spans, on, residuals
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import Efficiency, Hardware, cpu, hardware, hardware_from_facts
@@ -70,6 +70,23 @@ def test_known_efficiencies_are_found_again() -> None:
         assert getattr(found.hardware.efficiency, field.name) == pytest.approx(wanted, rel=0.05), field.name
     assert set(found.residuals) == {*PHASES, "update"}
     assert all(abs(left.relative) < 0.01 and left.typical_error < 0.01 for left in found.residuals.values())
+
+
+@pytest.mark.parametrize("reached", [0.5, 1.6])
+def test_decoding_on_fewer_threads_has_a_rate_of_its_own_and_never_a_higher_one(reached: float) -> None:
+    start = hardware("a100-80g")
+    own = steps(TRUE.reaching(decode=reached))
+    found_spans = []
+    for span in spans():
+        if span.name == Phase.DECODE and span.group is not None:
+            seconds = own[span.step].task(Task(Phase.DECODE, span.group - FIRST_ID)).total
+            span = dataclasses.replace(span, end_s=seconds)
+        found_spans.append(span)
+    found = fit(measured_spans(found_spans, traced(start)), start, (*FREE, "decode"))
+    assert found.hardware.efficiency.decode == pytest.approx(min(reached, 1.0), rel=0.05)
+    if reached < 1:
+        assert found.hardware.efficiency.matmul == pytest.approx(TRUE.efficiency.matmul, rel=0.05)
+        assert abs(found.residuals[Phase.DECODE].relative) < 0.02
 
 
 def test_noise_does_not_carry_over_to_another_setting() -> None:

@@ -146,7 +146,9 @@ def fit(measured: Sequence[Measured], start: Hardware, free: Sequence[str] = FRE
         misses = [math.log(m.predict(now) / m.seconds) for m in measured]
         return np.concatenate([misses, _PULL * (logs - origin)])
 
-    best = device(least_squares(errors, origin, bounds=(origin - 12, origin + 12)).x)
+    # Fewer threads never reach more: the logarithm of `decode` is at most 0.
+    most = [0.0 if name == "decode" else value + 12 for name, value in zip(free, origin, strict=True)]
+    best = device(least_squares(errors, origin, bounds=(origin - 12, most)).x)
     return Calibration(best, residuals(measured, best), len(measured))
 
 
