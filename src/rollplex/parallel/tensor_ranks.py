@@ -44,12 +44,21 @@ class ProcessRanks:
         """`x` summed over ranks, outside autograd."""
         return self.summed(x, "sum of partial results")
 
-    def join(self, x: torch.Tensor, what: str = "gather of vocabulary parts") -> torch.Tensor:
-        """(size, ...): `x` of every rank in order, outside autograd; `what` names the gather in errors."""
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """(size, ...): `x` of every rank in order, outside autograd."""
         own = x.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        self.peers.wait(dist.all_gather(parts, own, group=self.peers.group, async_op=True), what)
+        work = dist.all_gather(parts, own, group=self.peers.group, async_op=True)
+        self.peers.wait(work, "gather of vocabulary parts")
         return torch.stack(parts)
+
+    def collected(self, x: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """`x` of every rank in order, on rank 0 alone; [] elsewhere. Outside autograd; `what` names the gather in errors."""
+        own = x.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else []
+        work = dist.gather(own, parts or None, group=self.peers.group, group_dst=0, async_op=True)
+        self.peers.wait(work, what)
+        return parts
 
     def summed(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """`x` summed over ranks, as a new contiguous tensor; `what` names the sum in errors."""

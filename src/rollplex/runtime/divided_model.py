@@ -164,11 +164,11 @@ class DividedModel:
         return stored
 
     def _gather(self, name: str, part: torch.Tensor, *, divided: bool = False) -> Callable[[], torch.Tensor]:
-        """Reads the whole of what is laid out as weight `name` is; divided: FSDP2 has divided `part` further."""
+        """Reads, on rank 0, the whole of what is laid out as weight `name` is; divided: FSDP2 has cut `part` further."""
 
         def read() -> torch.Tensor:
             rows = part if not divided or self._data is None else self._data.whole(name, part)
-            return self.tensors.whole(name, rows)
+            return self.tensors.whole(name, rows) if self.team.replica == 0 else rows  # the others hold the same
 
         return read
 

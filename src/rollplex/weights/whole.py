@@ -27,14 +27,17 @@ class WholeTensors:
         return next(member.shape for member in unit.members if member.name == name)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The full tensor, from this rank's `part` of it and the others'. All ranks must call it."""
+        """The full tensor on the first rank, from its `part` and those of the others, which get their own back. All
+        ranks must call it."""
         unit = self._units[name]
         if self.ranks.size == 1 or unit.kind in (Kind.REPLICATED, Kind.VISION):
             return part.detach()
-        parts = self.ranks.join(part, f"gather of {name}")
+        parts = self.ranks.collected(part, f"gather of {name}")
+        if not parts:
+            return part.detach()
         full = part.new_empty(self.shape(name))
-        for rank in range(self.ranks.size):
-            for run, source in self._runs(unit, name, rank, parts[rank]):
+        for rank, held in enumerate(parts):
+            for run, source in self._runs(unit, name, rank, held):
                 full.movedim(unit.dim, 0)[run.start : run.stop] = source
         return full
 
