@@ -1,4 +1,4 @@
-"""What sharing and the decode window gain on one GPU: {share} x {hoist}, stream, chunk sizes, and peak memory.
+"""What sharing and the decode window gain on one GPU: {share} x {hoist}, stream, chunk sizes, planned memory.
 
 usage: python benchmarks/gpu/window.py [--model 3b|7b] [--steps 4]
 
@@ -51,6 +51,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     **{f"rollplex, {c}": {"schedule": {"name": "rollplex", "overlap": "on", "unit_tokens": c}} for c in CHUNKS},
     "stream": {"schedule": {"name": "stream", "overlap": "on"}},
 }
+LEDGERS = ("serial", "rollplex, 4096", "stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def config_of(options: argparse.Namespace, arm: Mapping[str, Mapping[str, Any]]) -> Config:
-    """One arm's configuration; all have the same model, rows and sampling."""
+def config_of(options: argparse.Namespace, arm: Mapping[str, Mapping[str, Any]], *, counted: bool = False) -> Config:
+    """One arm's configuration; all have the same model, rows and sampling. counted: with a memory ledger."""
     build = {} if options.tiny else {**SIZES[options.model], **VISION}
     tree: dict[str, dict[str, Any]] = {
-        "run": {"output_dir": "run", "device": options.device, "log_completions_steps": 0},
+        "run": {
+            "output_dir": "run",
+            "device": options.device,
+            "log_completions_steps": 0,
+            "memory_steps": [1] if counted else [],
+        },
         "model": {"build": build, "dtype": "bfloat16"},
         "data": {"task": "counting", "num_images": PICTURES, "image_size": 56 if options.tiny else SIDE},
         "rewards": {"reward_funcs": [REWARD]},
@@ -98,19 +104,29 @@ def config_of(options: argparse.Namespace, arm: Mapping[str, Mapping[str, Any]])
     return Config.model_validate(tree)
 
 
-def learners(options: argparse.Namespace, trainer: Trainer) -> dict[str, Learner]:
-    """One learner per arm on the trainer's one policy, optimizer and reference."""
-    return {
-        name: Learner(
-            trainer.session.policy,
-            trainer.optimizer,
-            trainer.reference,
-            trainer.collector,
-            config_of(options, ARMS[name]),
-            stop_token_ids=trainer.session.stop_token_ids,
-        )
-        for name in options.arms
-    }
+def learner_of(config: Config, trainer: Trainer) -> Learner:
+    """A learner on the trainer's one policy, optimizer and reference."""
+    return Learner(
+        trainer.session.policy,
+        trainer.optimizer,
+        trainer.reference,
+        trainer.collector,
+        config,
+        stop_token_ids=trainer.session.stop_token_ids,
+    )
+
+
+def ledger(options: argparse.Namespace, name: str, trainer: Trainer) -> dict[str, float]:
+    """Planned and counted peak of one more step of an arm, which counting slows down."""
+    learner = learner_of(config_of(options, ARMS[name], counted=True), trainer)
+    try:
+        found = learner.step(trainer.feed.take, TrainerState(0, 1)).ledger
+    finally:
+        learner.close()
+    assert found is not None  # the step was counted
+    print("\n".join([name, *found.lines()]), flush=True)
+    planned, measured = found.planned_peak_bytes / 2**30, found.measured_peak_bytes / 2**30
+    return {"planned_gib": planned, "measured_gib": measured, "measured_over_planned": found.measured_over_planned}
 
 
 def measured_step(learner: Learner, trainer: Trainer, device: torch.device) -> Step:
@@ -149,7 +165,7 @@ def main() -> None:
     options = parse_arguments()
     trainer = Trainer(config_of(options, ARMS["serial"]))
     device = trainer.session.policy.device
-    arms = learners(options, trainer)
+    arms = {name: learner_of(config_of(options, ARMS[name]), trainer) for name in options.arms}
     steps: dict[str, list[Step]] = {name: [] for name in arms}
     try:
         for number, name in enumerate(block_order(list(arms), 1 + options.steps)):
@@ -157,6 +173,7 @@ def main() -> None:
             if number >= len(arms):  # the first of each warms up kernels and allocator
                 steps[name].append(step)
             print(f"{name}: {step.seconds:.2f} s", flush=True)
+        memory = {name: ledger(options, name, trainer) for name in arms if name in LEDGERS}
     finally:
         for learner in arms.values():
             learner.close()
@@ -168,6 +185,7 @@ def main() -> None:
         "model": "tiny" if options.tiny else options.model,
         "hardware": hardware,
         **found,
+        "memory": memory,
     }
     versions = {package: version(package) for package in ("rollplex", "torch", "transformers")}
     singles = {name: [asdict(step) for step in taken] for name, taken in steps.items()}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollplex.config import Config
-from rollplex.runtime.device import device_of
+from rollplex.memory.host_copies import HostCopies
+from rollplex.runtime.device import allocated_bytes, device_of
 from rollplex.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(device_of("auto").type != "cuda", reason="needs a CUDA GPU")
@@ -48,3 +49,41 @@ def test_steps_on_the_gpu_equal_those_on_the_cpu(family: str, schedule: str, tmp
     for name, tensor in wanted.items():
         # fp64 on both, but for the casts to fp32 inside transformers' models
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_host_copies_free_device_memory_and_bring_it_back() -> None:
+    device = device_of("cuda")
+    weight = torch.randn(1 << 20, device=device)
+    before, held = weight.cpu(), allocated_bytes(device)
+    assert held is not None  # on a GPU it is counted
+    copies = HostCopies("weight", [weight])
+    for _ in range(3):
+        copies.put_away()
+        assert torch.equal(copies.on_host(weight), before)  # waits for the copy
+        assert allocated_bytes(device) == held - weight.nbytes
+        copies.bring_back()
+        copies.wait()
+        assert torch.equal(weight.cpu(), before)
+
+
+def test_a_capped_run_gives_the_weights_of_an_uncapped_one(tmp_path: Path) -> None:
+    found = []
+    for cap in ({}, {"cap_gib": 0.5, "stream_chunk_mib": 1}):
+        tree = {
+            "run": {"output_dir": str(tmp_path), "device": "cuda", "memory_steps": [1, 2]},
+            "model": {"build": {"family": "qwen3_vl"}, "dtype": "bfloat16"},
+            "data": {"task": "counting", "image_size": 56, "max_prompt_tokens": 64},
+            "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8},
+            "algorithm": {"beta": 0.04},
+            "rewards": {"reward_funcs": [f"{__file__}:reward"]},
+            "train": {"max_steps": 2, "learning_rate": 1e-3},
+            "memory": cap,
+        }
+        trainer = Trainer(Config.model_validate(tree))
+        try:
+            for _ in range(2):
+                trainer.run_step()
+            found.append({name: p.detach().cpu() for name, p in trainer.session.loaded.model.named_parameters()})
+        finally:
+            trainer.close()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
