@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rollplex.errors import ConfigError, DeadlineError, RewardError
 from rollplex.models.precision import full_float64
 from rollplex.models.prefix import PrefixPack, compute_prefix
 from rollplex.rollout.scripted_engine import ScriptedEngines
+from rollplex.runtime.executor import SWITCH_S
 from rollplex.runtime.learner import Learner
 from rollplex.runtime.trainer import Trainer, train
 from rollplex.tasks.rewards import TrainerState
@@ -368,3 +370,19 @@ def test_one_thread_has_no_window(tmp_path: Path) -> None:
         assert trainer.run_step()[0].metrics["overlap/open"] == 0.0
     finally:
         trainer.close()
+
+
+def switch_interval(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Seconds for which this thread may keep the interpreter from others."""
+    return [sys.getswitchinterval()] * len(completion_ids)
+
+
+def test_rewards_in_python_cannot_hold_decoding_up_for_long(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    trainer = Trainer(_config(tmp_path, {}, rewards={"reward_funcs": [f"{__file__}:switch_interval"]}))
+    try:
+        _, outcome = trainer.run_step()
+    finally:
+        trainer.close()
+    assert {reward for group in outcome.groups for reward in group.rewards} == {pytest.approx(SWITCH_S)}
+    assert sys.getswitchinterval() == before

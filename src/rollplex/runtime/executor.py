@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,22 @@ from rollplex.schedule.step import Lane, Launch
 logger = logging.getLogger(__name__)
 
 LAST_WAIT_S = 30.0  # for a pass to end after the step has failed, or at the end of the run
+SWITCH_S = 5e-5  # how long a thread computing in Python keeps others from the interpreter that ask for it
+
+
+@contextmanager
+def prompt_switches() -> Iterator[None]:
+    """A block in which decoding need not wait long for rewards and passes that run in other threads.
+
+    Decoding asks for the interpreter at each operation, thousands of times a step. At Python's own 5 ms a reward that
+    computes in Python beside it made it 130 to 240 times slower, at SWITCH_S 4 to 5 (docs/lab-notes.md).
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class TaskBodies(Protocol):

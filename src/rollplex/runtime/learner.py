@@ -24,7 +24,7 @@ from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.engines import Engines, LocalEngines
 from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metrics
 from rollplex.runtime.device import DeviceLanes, allocated_bytes, device_lanes
-from rollplex.runtime.executor import InProcessExecutor, WindowThread
+from rollplex.runtime.executor import InProcessExecutor, WindowThread, prompt_switches
 from rollplex.runtime.run_memory import Counted, RunMemory, run_memory, step_ledger
 from rollplex.runtime.step_groups import advantages_of, scored, share_of
 from rollplex.runtime.step_metrics import completion_metrics, token_counts
@@ -134,7 +134,7 @@ class Learner:
             before = allocated_bytes(device)
             held = held_bytes(self._lasting_tensors(), device) if before is None else before
             watch.allocations = AllocationCounter(device, held)
-        with watch.counting():
+        with watch.counting(), prompt_switches():
             outcome, sample = self._step(next_slots, state, watch)
         if watch.allocations is None or not outcome.groups:
             return outcome
