@@ -53,7 +53,7 @@ class ProcessRanks:
         return torch.stack(parts)
 
     def collected(self, x: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """`x` of every rank in order, on rank 0 alone; [] elsewhere. Outside autograd; `what` names the gather in errors."""
+        """`x` of every rank in order, on rank 0 alone (elsewhere []), outside autograd; `what` names it in errors."""
         own = x.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else []
         work = dist.gather(own, parts or None, group=self.peers.group, group_dst=0, async_op=True)

@@ -164,7 +164,7 @@ class DividedModel:
         return stored
 
     def _gather(self, name: str, part: torch.Tensor, *, divided: bool = False) -> Callable[[], torch.Tensor]:
-        """Reads, on rank 0, the whole of what is laid out as weight `name` is; divided: FSDP2 has cut `part` further."""
+        """Reads, on rank 0, the whole of what lies as weight `name` does; divided: FSDP2 has cut `part` further."""
 
         def read() -> torch.Tensor:
             rows = part if not divided or self._data is None else self._data.whole(name, part)
