@@ -148,6 +148,20 @@ def test_every_second_and_byte_is_accounted_for(found: Search) -> None:
     assert runner_up["slower_s"] >= 0 and runner_up["differs_in"]
 
 
+def test_a_schedule_without_an_arrangement_says_why(found: Search) -> None:
+    assert found.missing == {}
+    one = search(_config(), 1, H800, keep=1)
+    assert one.missing.keys() == {"disaggregated", "rolloutpipe", "async"}
+    assert all("two devices" in reason for reason in one.missing.values())
+    seven = search(_config(), 7, H800, keep=1)  # replicas of 7 devices, or 7 of one: neither divides 8 prompts
+    assert seven.missing.keys() == {"serial", "rollplex", "stream"}
+    assert "no training replicas on 7 devices divide 8 prompts" in seven.missing["stream"]
+    lines = [*search_lines(search_facts(_config(), seven))]
+    assert sum("prompts_per_step" in line for line in lines) == 3
+    tight = search(_config("memory.cap_gib=62"), 1, H800, keep=1)
+    assert "fits nowhere under 62.00 GiB" in tight.missing["stream"] and "rollplex" in tight.by_schedule
+
+
 def test_hidden_time_is_the_schedules(found: Search) -> None:
     hidden = {name: breakdown(found.workload, ranked.plan, 0.0).hidden_s for name, ranked in found.by_schedule.items()}
     assert hidden["serial"] == hidden["disaggregated"] == 0

@@ -19,7 +19,7 @@ from rollplex.planner.fit import Fit, Need, needs
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.simulate import Simulation
 from rollplex.planner.step_bound import StepBound
-from rollplex.planner.workload import SIMULATED, Arrangement, Assumptions, Workload
+from rollplex.planner.workload import COLOCATED, SIMULATED, Arrangement, Assumptions, Workload
 
 GIB = 1 << 30
 # The first of these steps fills what overlaps from step to step; the mean is over the others.
@@ -53,6 +53,7 @@ class Search:
     """What was asked, what was looked at, and the answer: on-policy arrangements, fastest first.
 
     best: the fastest few of all. by_schedule: the fastest of each schedule that fits anywhere, `async` too.
+    missing: why the other schedules are not among them.
     """
 
     workload: Workload
@@ -62,6 +63,7 @@ class Search:
     left_out: Mapping[str, int]
     best: tuple[Ranked, ...]
     by_schedule: Mapping[str, Ranked]
+    missing: Mapping[str, str]
 
 
 def cap_of(config: Config, assumed: Assumptions) -> int:
@@ -136,7 +138,26 @@ class _Search:
             self._take(Ranked(plan, bound_s / _SLACK, step_seconds(self.workload, plan), fits))
         by_schedule = {name: self.by_schedule[name] for name in SIMULATED if name in self.by_schedule}
         best = tuple(self.best[: self.keep])
-        return Search(self.workload, devices, self.cap, considered, self.found.left_out, best, by_schedule)
+        return Search(
+            self.workload, devices, self.cap, considered, self.found.left_out, best, by_schedule, self._missing(devices)
+        )
+
+    def _missing(self, devices: int) -> dict[str, str]:
+        """Why a schedule has no arrangement in the answer."""
+        there, prompts = {plan.schedule for plan in self.found.plans}, self.workload.shape.prompts
+        reasons = {}
+        for name in SIMULATED:
+            if name in there:
+                reasons[name] = f"fits nowhere under {self.cap / GIB:.2f} GiB a device"
+            elif name in COLOCATED:
+                reasons[name] = (
+                    f"no training replicas on {devices} devices divide {prompts} prompts (rollout.prompts_per_step)"
+                )
+            elif devices < 2:
+                reasons[name] = "two pools take two devices (--gpus)"
+            else:
+                reasons[name] = f"every split has more replicas than {prompts} prompts (rollout.prompts_per_step)"
+        return {name: reason for name, reason in reasons.items() if name not in self.by_schedule}
 
     def _worth(self, plan: Arrangement) -> float:
         """A plan must be faster than this to be in the answer."""

@@ -59,6 +59,7 @@ def search_facts(config: Config, found: Search) -> dict[str, Any]:
         "came_of_them": dict(found.left_out),
         "plans": [facts(ranked) for ranked in found.best],
         "by_schedule": {name: facts(ranked) for name, ranked in found.by_schedule.items()},
+        "missing": dict(found.missing),
         "runner_up": _comparison(*map(facts, found.best[:2])) if len(found.best) > 1 else None,
     }
 
@@ -156,6 +157,7 @@ def search_lines(facts: Facts, *, explain: bool = False) -> Iterator[str]:
     yield from (_row(str(number), plan) for number, plan in enumerate(plans, start=1))
     yield from ("", "fastest of each schedule", _COLUMNS)
     yield from (_row("", plan) for plan in facts["by_schedule"].values())
+    yield from (f"{'-':>11}  {name:<14}{reason}" for name, reason in facts["missing"].items())
     if facts["runner_up"] is not None:
         yield ""
         yield from _runner_up_lines(facts["runner_up"])
