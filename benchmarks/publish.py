@@ -1,8 +1,8 @@
 """What handing new weights to the rollout costs: in place, against gathering all of them and loading a shard.
 
-usage: taskset -c 0-1 python benchmarks/publish.py [--rounds 5] [--layers 4] [--bucket-mib 8]
+usage: taskset -c 0-1 python benchmarks/publish.py [--rounds 5] [--layers 2] [--bucket-mib 8]
 
-One process for each device of a block, over gloo, for pairs of tensor-parallel degrees and of layouts. Arms, in turn:
+One process for each device of a block, over gloo, for pairs of tensor-parallel degrees and of layouts. Arms in turn:
 
     publish      weights/publish.py: one copy of the weights; rows that a rollout shard lacks move, in buckets
     gather       every rank gathers training's shards into a full state dict, then copies its rollout shard out of it
@@ -30,7 +30,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from statistics import median
 from time import monotonic, process_time
@@ -53,8 +52,8 @@ from rollplex.weights.transfer import received_numel
 from vs_trl_arms.summary import UnequalWorkError, block_order, provenance, write_result
 
 RESULTS = Path(__file__).resolve().parent / "results"
-DEGREES = ((2, 1), (4, 2), (4, 1))
-LAYOUTS = (("hf", "hf"), ("megatron", "vllm"))
+MEGATRON_TO_VLLM, EACH_MATRIX_APART = ("megatron", "vllm"), ("hf", "hf")
+CASES = ((2, 1, MEGATRON_TO_VLLM), (4, 2, MEGATRON_TO_VLLM), (4, 1, MEGATRON_TO_VLLM), (4, 2, EACH_MATRIX_APART))
 DTYPE, CPU = torch.float32, torch.device("cpu")
 DEADLINE_S = 300.0
 MIB = 1 << 20
@@ -294,7 +293,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="measured hand-overs of each arm (default 5, at least 5)")
     parser.add_argument("--warmup", type=int, default=1, help="unmeasured hand-overs of each arm (default 1)")
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers of the model, 45 MB each (default 4)")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers of the model, 45 MB each (default 2)")
     parser.add_argument("--bucket-mib", type=int, default=8, help="bucket of publish (default 8)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     return parser.parse_args()
@@ -306,7 +305,7 @@ def main() -> None:
     if options.rounds < 5:
         raise SystemExit("--rounds must be at least 5: the median needs as many hand-overs")
     cases = []
-    for (train, rollout), layouts in product(DEGREES, LAYOUTS):
+    for train, rollout, layouts in CASES:
         case = Case(train, rollout, layouts, options.layers, options.rounds, options.warmup, options.bucket_mib * MIB)
         cases.append(measured(case))
         print(json.dumps({key: value for key, value in cases[-1].items() if key != "arms"}), flush=True)
