@@ -69,26 +69,31 @@ def memory_hardware(config: Config) -> Hardware:
 
 
 def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Peaks, the table of records, and the segments of a step."""
-    cap = "no cap" if facts["cap_gib"] is None else f"cap {facts['cap_gib']:.2f}"
-    yield f"per device, GiB, schedule {facts['schedule']}, {cap}"
-    yield f"{facts['naive_gib']:8.2f}  naive: everything kept, a copy of the weights for each side"
-    price = f"{facts['exposed_s']:.3f} s a step and {facts['host_gib']:.2f} GiB of host memory"
-    yield f"{facts['planned_peak_gib']:8.2f}  planned, at {price}"
-    yield f"{facts['smallest_cap_gib']:8.2f}  smallest cap that works ({', '.join(facts['smallest_cap_binding'])})"
+    """Peaks, the table of records, and the segments of a step; in MiB where all is less than a GiB."""
+    unit, scale = ("GiB", 1) if facts["naive_gib"] >= 1 else ("MiB", 1024)
+
+    def size(gib: float) -> str:
+        return f"{gib * scale:.2f}"
+
+    cap = "no cap" if facts["cap_gib"] is None else f"cap {size(facts['cap_gib'])}"
+    yield f"per device, {unit}, schedule {facts['schedule']}, {cap}"
+    yield f"{size(facts['naive_gib']):>8}  naive: everything kept, a copy of the weights for each side"
+    price = f"{facts['exposed_s']:.3f} s a step and {size(facts['host_gib'])} {unit} of host memory"
+    yield f"{size(facts['planned_peak_gib']):>8}  planned, at {price}"
+    yield f"{size(facts['smallest_cap_gib']):>8}  smallest cap that works ({', '.join(facts['smallest_cap_binding'])})"
     yield ""
-    yield f"{'object':<32}{'GiB':>8}{'planned':>9}{'s/step':>8}  {'lives':<35}policy"
+    yield f"{'object':<32}{unit:>8}{'planned':>9}{'s/step':>8}  {'lives':<35}policy"
     for record in facts["records"]:
         lives = f"{record['producer']} .. {record['last_use']}"
         policy = " ".join(filter(None, (record["policy"], record["policy_detail"] and f"({record['policy_detail']})")))
-        numbers = f"{record['gib']:>8.2f}{record['planned_gib']:>9.2f}{record['restore_s']:>8.3f}"
+        numbers = f"{size(record['gib']):>8}{size(record['planned_gib']):>9}{record['restore_s']:>8.3f}"
         yield f"{record['name']:<32}{numbers}  {lives:<35}{policy}"
     yield ""
     yield f"{'naive':>8} {'planned':>8}  while"
     for segment in facts["segments"]:
-        yield f"{segment['naive_gib']:8.2f} {segment['planned_gib']:8.2f}  {segment['phases']}"
+        yield f"{size(segment['naive_gib']):>8} {size(segment['planned_gib']):>8}  {segment['phases']}"
     for removed in facts["removed_in_turn"]:
-        yield f"without {removed['policy']} of {removed['record']}: {removed['peak_gib']:.2f}"
+        yield f"without {removed['policy']} of {removed['record']}: {size(removed['peak_gib'])}"
 
 
 def step_shape(config: Config) -> StepShape:
