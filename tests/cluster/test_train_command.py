@@ -154,3 +154,17 @@ def test_what_several_processes_cannot_do_is_said_before_they_meet(tmp_path: Pat
     words = re.sub(r"\s+", " ", done.stderr)
     assert done.returncode == 2 and words.startswith("rank 1: config error: 3 processes do not make whole"), words
     assert "schedule.name stream may start passes in the order" in words
+
+
+def test_a_rank_that_hangs_ends_the_others_at_the_deadline(tmp_path: Path) -> None:
+    sections = {
+        "sharing": {"train_tp": 2, "rollout_tp": 2},
+        "train": {"max_steps": ENDLESS},
+        "parallel": {"deadline_s": 40.0},  # also the one for all to come, from imports on a busy core
+    }
+    with Processes(2, _recipe(tmp_path, **sections)) as processes:
+        _wait_for_step(tmp_path, processes)
+        processes.all[1].send_signal(signal.SIGSTOP)
+        code, _, errors = processes.ended(0)
+    assert code == 1 and "rank 0: deadline error:" in errors, errors
+    assert re.search(r"rank 0 of 2 of (training's tensor-parallel ranks|the job) waited 4\d\.\d s", errors), errors

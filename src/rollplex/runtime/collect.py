@@ -81,11 +81,6 @@ class Collector:
     def __init__(self, tokenizer: Any, rewards: RewardRunner | ReplicaRewards):
         self.tokenizer, self.rewards = tokenizer, rewards
 
-    def rollout_ended(self) -> None:
-        """All responses of a rollout are there: ranks that hold one model together now tell each other its rewards."""
-        if isinstance(self.rewards, ReplicaRewards):
-            self.rewards.settle()
-
     def decode(
         self,
         engine: RolloutEngine,

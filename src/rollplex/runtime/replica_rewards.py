@@ -30,7 +30,10 @@ class ReplicaRewards:
         return scores
 
     def settle(self) -> None:
-        """Wait for all rewards that were submitted and tell them to all ranks, errors too. All ranks must call it."""
+        """Wait for all rewards that were submitted and tell them to all ranks, errors too. All ranks must call it; with
+        nothing submitted since it does nothing."""
+        if not self._open:
+            return
         opened, self._open = self._open, []
         limit_s = self.longest_wait_s(len(opened))
         outcomes = [scores.own_outcome(limit_s) for scores in opened]

@@ -21,6 +21,7 @@ from rollplex.parallel.team import Team
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.engines import Engines
 from rollplex.runtime.collect import Collector, PendingGroup, RawGroup, Rollout, Slot
+from rollplex.runtime.replica_rewards import ReplicaRewards
 from rollplex.runtime.run_memory import RunMemory
 from rollplex.runtime.step_groups import Judged, advantages_of, of_all_replicas, scored
 from rollplex.runtime.stopwatch import Stopwatch
@@ -170,13 +171,15 @@ class StepTasks:
         if all(len(pending) == len(unit.slots) for pending, unit in zip(self._pending, self.units, strict=True)):
             self._rollout = None  # with the engine's caches: the update needs the memory
             self._engines.sleep()
-            self.collector.rollout_ended()
         return ended
 
     def begin_reward(self, group: int, listener: Callable[[], None]) -> None:
-        """Rewards run already; be told of their ends."""
+        """Rewards run already; be told of their ends. Ranks that must hear of them together do once all is decoded."""
         for pending in self._pending[group].values():
             pending.scores.notify(listener)
+        if self._rollout is None and isinstance(self.collector.rewards, ReplicaRewards):
+            with self._watch.phase(Phase.REWARD, traced=False):
+                self.collector.rewards.settle()
 
     def reward_done(self, group: int) -> bool:
         """Whether all rewards of the unit are there, or one has failed."""
