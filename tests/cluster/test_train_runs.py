@@ -74,8 +74,17 @@ def _same_run(found: Path, wanted: Path, first_step: int = 1) -> None:
         (4, _degrees(2, 2), QWEN3),
         (4, _degrees(2, 1), PLAIN),
         (4, _degrees(4, 2), PLAIN),
+        (2, _degrees(2, 2), {"train": {"share_prefix": False, "unshared_prefix": "per_response"}}),
     ],
-    ids=["tp2", "tp2-rollout1", "data2", "data2-tp2-qwen3", "data2-tp2-rollout1", "tp4-rollout2"],
+    ids=[
+        "tp2",
+        "tp2-rollout1",
+        "data2",
+        "data2-tp2-qwen3",
+        "data2-tp2-rollout1",
+        "tp4-rollout2",
+        "tp2-unshared",
+    ],
 )
 def test_a_run_is_that_of_one_process(
     world: int, degrees: dict[str, Any], sections: dict[str, Any], alone: Any, tmp_path: Path

@@ -55,7 +55,7 @@ REFUSED: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     ),
     (2, {"rollout": {"engine": "vllm"}}, ("rollout.engine vllm", "rollout.engine=local")),
     (2, {"model": {"build": {}, "lora": {}}}, ("model.lora",)),
-    (2, {**_degrees(2), "train": {"share_prefix": False}}, ("train.share_prefix off",)),
+    (2, {"train": {"share_prefix": False}}, ("train.share_prefix off",)),
     (2, {"schedule": {"overlap": "on"}}, ("schedule.overlap on", "auto or off")),
     (2, {"schedule": {"name": "stream"}}, ("schedule.name stream", "serial or rollplex")),
 ]
@@ -75,10 +75,6 @@ def test_every_problem_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         arrangement(_config(**sections), 3)
     assert len(str(refused.value).split("\n")) == 4
-
-
-def test_whole_sequences_are_trained_on_by_replicas_of_one_process() -> None:
-    assert arrangement(_config(train={"share_prefix": False}), 2).replicas == 2
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -107,10 +107,10 @@ def _combinations(config: Config) -> list[str]:
         )
     if config.model.lora is not None:
         problems.append("model.lora has no division among processes; leave it out, or start one process")
-    if not config.train.share_prefix and config.train.unshared_prefix == "whole" and config.sharing.train_tp > 1:
+    if not config.train.share_prefix and config.train.unshared_prefix == "whole":
         problems.append(
-            "train.share_prefix off runs transformers' own decoder, whole in one process; set it to on, or "
-            "sharing.train_tp to 1"
+            "train.share_prefix off runs transformers' own decoder, which takes neither shards nor weights gathered "
+            "for a step; set it to on, or start one process"
         )
     if config.schedule.overlap == "on":
         problems.append(
