@@ -59,6 +59,12 @@ def test_the_text_says_what_the_data_say_and_explains_it(facts: dict[str, Any]) 
     for plan in facts["plans"]:
         for parts in (plan["causes"], plan["phases"]):
             assert all(f"{value:10.3f}  {name}" in text for name, value in parts.items())
+        for stage in plan["stages"]:
+            assert stage["lower_s"] <= stage["estimate_s"] <= 1.001 * stage["upper_s"], stage
+            assert (
+                f"{stage['lower_s']:10.3f} <= {stage['estimate_s']:.3f} <= {stage['upper_s']:.3f}  {stage['name']}"
+                in text
+            )
         for record in plan["memory"][0]["records"]:
             assert f"{record['gib']:10.2f}  {record['name']:<32}{record['policy']}" in text
     short = _plan(*ON_FOUR, "--hardware", "h800")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollplex.config import Config
+from rollplex.planner.bounds import Stage, stages
 from rollplex.planner.breakdown import Breakdown, breakdown
 from rollplex.planner.fit import Fit
 from rollplex.planner.hardware import hardware_facts
@@ -76,6 +77,7 @@ def _plan_facts(config: Config, found: Search, ranked: Ranked) -> dict[str, Any]
         "simulated_s": ranked.simulated_s,
         "moves_s": ranked.moves_s,
         "bound_s": ranked.bound_s,
+        "stages": [_stage_facts(stage) for stage in stages(found.workload.cost(plan))],
         "limit": where.limit,
         "causes": dict(where.causes),
         "phases": dict(where.phases),
@@ -83,6 +85,17 @@ def _plan_facts(config: Config, found: Search, ranked: Ranked) -> dict[str, Any]
         "traffic_bytes": dict(where.traffic),
         "memory": [_fit_facts(fit) for fit in ranked.fits],
         "sharing": _sharing(config, found, ranked, where),
+    }
+
+
+def _stage_facts(stage: Stage) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "devices": stage.devices,
+        "lower_s": stage.lower_s,
+        "estimate_s": stage.estimate_s,
+        "upper_s": stage.upper_s,
+        "depth_s": stage.depth_s,
     }
 
 
@@ -218,6 +231,10 @@ def _explained(number: int, plan: Facts) -> Iterator[str]:
     yield from _table(plan["causes"], 1.0)
     yield f"  time by phase, s ({plan['hidden_s']:.4g} s of it with the other side busy too)"
     yield from _table(plan["phases"], 1.0)
+    yield "  stages on their own with typical responses, s: W / p <= T <= W / p + D (docs/cost-model.md)"
+    for stage in plan["stages"]:
+        bound = f"{stage['lower_s']:10.3f} <= {stage['estimate_s']:.3f} <= {stage['upper_s']:.3f}"
+        yield f"{bound}  {stage['name']}, D {stage['depth_s']:.3f}, p {stage['devices']}"
     for fit in plan["memory"]:
         yield f"  memory, {fit['where']}, GiB (docs/memory.md)"
         for record in fit["records"]:
