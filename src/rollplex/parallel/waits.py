@@ -15,6 +15,7 @@ from rollplex.errors import DeadlineError, PeerError
 from rollplex.parallel.witness import Witness
 
 T = TypeVar("T")
+_COMMUNICATION = ("gloo", "nccl", "peer", "connect", "socket", "store", "process group", "timed out", "timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,13 @@ class Peers:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Turn what torch.distributed raises in the block into errors that say what was waited for."""
+        """Turn what torch.distributed raises in the block into errors that say what was waited for. What has nothing
+        to do with other ranks, such as memory that does not suffice here, comes through as it is."""
         began = monotonic()
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, (DeadlineError, PeerError)):
+            if isinstance(error, (DeadlineError, PeerError)) or not _of_communication(error):
                 raise
             waited, where = monotonic() - began, f"rank {self.rank} of {self.size} of {self.name}"
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
@@ -83,6 +85,11 @@ class Peers:
     def _told(self) -> str:
         told = self.witness.told() if self.witness is not None else ""
         return f": {told}" if told else ""
+
+
+def _of_communication(error: Exception) -> bool:
+    """gloo and NCCL raise plain RuntimeError and ValueError, which their messages alone tell from others."""
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _COMMUNICATION)
 
 
 def _first_line(error: Exception) -> str:
