@@ -15,7 +15,7 @@ from rollplex.errors import ConfigError, EngineError, StateError
 from rollplex.rollout.local_engine import LocalEngine
 from rollplex.runtime.collect import Collector, Slot
 from rollplex.tasks.rewards import RewardRunner, TrainerState
-from rollplex.types import FinishReason
+from rollplex.types import Example, FinishReason
 
 EXACT = 1e-5  # float32: different kernels, the same numbers
 
@@ -109,6 +109,20 @@ def test_a_prompt_that_does_not_fit_is_refused_by_its_row(rig: VllmRig) -> None:
     engine = rig.engines.open(rig.params(max_tokens=512))
     with pytest.raises(EngineError, match=r"row 0: .* at most 512; raise rollout.vllm.max_sequence_tokens"):
         engine.admit(0, rig.specs[0])
+
+
+def test_prompts_that_one_pass_of_vllm_cannot_hold_wait_whole(rig: VllmRig) -> None:
+    """More than the 2048 tokens that vLLM takes at a time: a part of a prompt would draw a number for nothing."""
+    question = "How many red squares are in the image? "
+    texts = ["Count. " * number + question * 30 for number in range(8)]
+    examples = [Example(number, [{"role": "user", "content": [{"type": "text", "text": text}]}], (), ())
+                for number, text in enumerate(texts)]  # fmt: skip
+    specs = [rig.rig.builder.build(example) for example in examples]
+    assert sum(spec.num_tokens for spec in specs) > 2048
+    sampled = rig.sample(specs)
+    assert rig.gap(sampled, specs) < EXACT
+    alone = rig.sample(specs[6:7], first_id=6)
+    assert {key: r.token_ids for key, r in alone.items()} == {k: sampled[k].token_ids for k in alone}
 
 
 def test_weights_stand_still_while_responses_are_sampled(rig: VllmRig) -> None:

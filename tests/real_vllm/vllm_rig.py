@@ -67,9 +67,11 @@ class VllmRig:
         engine = self.engines.open(self.params(**changes))
         return finish(engine, self.specs if specs is None else specs, first_id)
 
-    def gap(self, sampled: Sampled) -> float:
-        """Largest |vLLM's log-prob - ours|, ours from whole sequences on the policy; rollout ids index the specs."""
-        rows = [(self.specs[rollout_id], response.token_ids) for (rollout_id, _), response in sampled.items()]
+    def gap(self, sampled: Sampled, specs: Sequence[PromptSpec] | None = None) -> float:
+        """Largest |vLLM's log-prob - ours|, ours from whole sequences on the policy; rollout ids index `specs` (the
+        rig's by default)."""
+        specs = self.specs if specs is None else specs
+        rows = [(specs[rollout_id], response.token_ids) for (rollout_id, _), response in sampled.items()]
         ours = full_sequence_logps(self.policy, rows, self.config.rollout.temperature, with_grad=False).logps
         theirs = torch.tensor([logp for response in sampled.values() for logp in response.logps])
         return float((ours - theirs).abs().max())

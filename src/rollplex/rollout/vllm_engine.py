@@ -250,6 +250,7 @@ class WorkerHooks:
 
 def _build_engine(settings: HostSettings) -> Any:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
@@ -264,6 +265,9 @@ def _build_engine(settings: HostSettings) -> Any:
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         enforce_eager=settings.enforce_eager,
         enable_sleep_mode=settings.sleep,
+        # vLLM draws a number after each part of a prompt, and turns the generator back after all parts but the last:
+        # a CPU's cannot be turned back. None: vLLM's own choice.
+        enable_chunked_prefill=False if current_platform.is_cpu() else None,
         enable_prefix_caching=True,
         block_size=BLOCK_TOKENS,
         mm_processor_cache_gb=0,  # our processor ran already
