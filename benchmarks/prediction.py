@@ -204,7 +204,7 @@ def main() -> None:
         "measured_s": measured,
         "in_spans_s": {f"{run.setting} {run.schedule}": run.in_spans_s for run in runs},
         "calibrated": calibrated,
-        "predicted_s": predicted,
+        "predicted_s": predicted,  # simulated, all else is measured
         "order_right": {
             source: {name: ordered_as(measured[name], found[name]) for name in measured}
             for source, found in predicted.items()
