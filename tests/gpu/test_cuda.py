@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from rollplex.config import Config
+from rollplex.config import Config, TrainConfig
 from rollplex.memory.host_copies import HostCopies
-from rollplex.runtime.device import allocated_bytes, device_of
+from rollplex.runtime.device import allocated_bytes, device_of, reset_peak
 from rollplex.runtime.trainer import Trainer
+from rollplex.train.optimizer import PolicyOptimizer
 
 pytestmark = pytest.mark.skipif(device_of("auto").type != "cuda", reason="needs a CUDA GPU")
 
@@ -64,6 +65,25 @@ def test_host_copies_free_device_memory_and_bring_it_back() -> None:
         copies.bring_back()
         copies.wait()
         assert torch.equal(weight.cpu(), before)
+
+
+def test_streamed_optimizer_state_never_has_more_than_two_chunks_on_the_device() -> None:
+    device, size = device_of("cuda"), 1 << 22
+    chunk = 2 * 4 * size  # the two moments of one parameter
+    model = torch.nn.ParameterList([torch.randn(size, device=device) for _ in range(12)])
+    optimizer = PolicyOptimizer(model, TrainConfig(max_steps=3), 3, host_chunk_bytes=chunk)
+    for step in range(3):
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        torch.accelerator.synchronize()
+        reset_peak(device)
+        # Active, not allocated: what a copy still reads counts until the copy has ended.
+        before = torch.accelerator.memory_stats(device)["active_bytes.all.current"]
+        optimizer.step()
+        torch.accelerator.synchronize()
+        most = torch.accelerator.memory_stats(device)["active_bytes.all.peak"]
+        if step:  # the first makes the state
+            assert most - before <= 2 * chunk + (1 << 20)
 
 
 def test_a_capped_run_gives_the_weights_of_an_uncapped_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollplex.errors import StateError
+from rollplex.memory.allocations import AllocationCounter
 from rollplex.memory.host_copies import HostCopies
 
 
@@ -28,6 +29,15 @@ def test_memory_is_given_back_and_content_kept() -> None:
         assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     assert copies.nbytes == (24 + 15) * 4 + 7 * 8
     assert tensors[0].untyped_storage().data_ptr() == tensors[1].untyped_storage().data_ptr()
+
+
+def test_host_memory_does_not_count_as_the_devices() -> None:
+    counter = AllocationCounter(torch.device("cpu"))
+    with counter.counting():
+        tensors = [torch.empty(1 << 20, dtype=torch.uint8), torch.empty(1000, dtype=torch.float64)]
+        HostCopies("some", tensors).put_away()
+    assert counter.trace().peak_bytes == (1 << 20) + 8000
+    assert counter.trace().left_bytes == 0
 
 
 def test_what_was_written_on_the_device_is_copied_back_unless_read_only() -> None:
@@ -55,7 +65,10 @@ def test_illegal_moves_are_refused() -> None:
     copies = HostCopies("weights", [torch.ones(2)])
     with pytest.raises(StateError, match="cannot bring back weights: it is on the device"):
         copies.bring_back()
+    with pytest.raises(StateError, match="cannot wait for the departure of weights: it is on the device"):
+        copies.wait_until_away()
     copies.put_away()
+    copies.wait_until_away()
     with pytest.raises(StateError, match="cannot put away weights: it is away"):
         copies.put_away()
     with pytest.raises(StateError, match="cannot use weights: it is away"):

@@ -64,19 +64,46 @@ def test_a_checkpoint_goes_from_either_kind_to_the_other(dtype: torch.dtype, chu
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+def _there(optimizer: PolicyOptimizer) -> int:
+    """Tensors of masters and moments that are on the device."""
+    return sum(tensor.untyped_storage().nbytes() > 0 for tensor in optimizer.device_state() if tensor.ndim)
+
+
+def test_a_checkpoint_is_loaded_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose whole state does not fit on the device can be resumed there."""
+    model = _model(torch.bfloat16)
+    before = PolicyOptimizer(model, CONFIG, 10)
+    _steps(model, before, 0, 2)
+    state = {name: value.clone() for name, value in before.named_state().items()}
+    before.close()
+    after = PolicyOptimizer(model, CONFIG, 10, host_chunk_bytes=1)
+    held: list[int] = []
+    load = after._load
+
+    def look(master: torch.Tensor, kind: str, value: torch.Tensor) -> None:
+        load(master, kind, value)
+        held.append(_there(after))
+
+    monkeypatch.setattr(after, "_load", look)
+    after.load_named_state(state, 2)
+    assert len(held) == len(state) and max(held) == 3  # master and two moments of one parameter
+    assert _there(after) == 0
+    assert all(torch.equal(value, state[name]) for name, value in after.named_state().items())
+
+
 def test_only_two_chunks_are_on_the_device_and_none_between_steps() -> None:
     model = _model(torch.bfloat16)
     optimizer = PolicyOptimizer(model, CONFIG, 10, host_chunk_bytes=1)
     _steps(model, optimizer, 0, 2)
     host = optimizer.host_state
     assert host is not None and host.num_chunks == len(list(model.parameters()))
-    assert sum(tensor.untyped_storage().nbytes() for tensor in optimizer.device_state() if tensor.ndim) == 0
+    assert _there(optimizer) == 0
     held: list[int] = []
     for weight, gradient in zip(optimizer.masters.values(), model.parameters(), strict=True):
         weight.grad = torch.ones(gradient.shape)
 
     def look(_moved: object) -> None:
-        held.append(sum(t.untyped_storage().nbytes() > 0 for t in optimizer.device_state() if t.ndim))
+        held.append(_there(optimizer))
 
     host.step(look)
     assert max(held) == 6 and held[-1] == 3  # master and two moments of each parameter

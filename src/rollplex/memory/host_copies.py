@@ -7,13 +7,17 @@ carried out, and checked, on any machine.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from rollplex.errors import StateError
+
+_ALIGNMENT = 64  # bytes; of each storage's place in a mapped file, a multiple of every dtype's
 
 
 class HostCopies:
@@ -59,7 +63,7 @@ class HostCopies:
         self._require(on_device=True, move="put away")
         first = self._host is None
         if self._host is None:
-            self._host = [self._host_buffer(size) for size in self._sizes]
+            self._host = self._host_buffers()
         if first or not self.read_only:
             self._copy(to_host=True)
         for storage in self._storages:
@@ -81,6 +85,13 @@ class HostCopies:
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
 
+    def wait_until_away(self) -> None:
+        """Return when the copy to host memory has ended, so that the device memory can be given to others: until then
+        a GPU's allocator holds it. Raises StateError when it is on the device."""
+        self._require(on_device=False, move="wait for the departure of")
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, one of this set's, as its host copy holds it: of the same shape and dtype, not to be written.
 
@@ -91,24 +102,31 @@ class HostCopies:
         if self._side is not None:
             self._side.synchronize()
         number = [storage._cdata for storage in self._storages].index(tensor.untyped_storage()._cdata)
-        return self._host[number].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        host = self._host[number].view(tensor.dtype)
+        return host.as_strided(tensor.shape, tensor.stride(), host.storage_offset() + tensor.storage_offset())
 
     def _require(self, *, on_device: bool, move: str) -> None:
         if self.on_device is not on_device:
             raise StateError(f"cannot {move} {self.name}: it is {'on the device' if self.on_device else 'away'}")
 
-    def _host_buffer(self, size: int) -> torch.Tensor:
+    def _host_buffers(self) -> list[torch.Tensor]:
+        """Host memory for each storage. Mapped by Python, not by torch, which would count it as memory of the device;
+        one file for all, since each mapping holds a file descriptor."""
         if self._side is not None:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in self._sizes]
+        if not self._sizes:
+            return []
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes), initial=0))
         try:
-            with tempfile.NamedTemporaryFile(prefix="rollplex-host-copy-") as file:  # the mapping outlives its name
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is said here, not by a signal later
-                return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+            with tempfile.TemporaryFile(prefix="rollplex-host-copy-") as file:  # the mapping outlives it
+                os.posix_fallocate(file.fileno(), 0, starts[-1])  # a full disk is said here, not by a signal later
+                whole = torch.frombuffer(mmap.mmap(file.fileno(), starts[-1]), dtype=torch.uint8)
         except OSError as error:
             raise StateError(
-                f"{self.name} ({size} bytes) cannot be put away on the disk of temporary files: {error}; make room "
-                "there, set TMPDIR to another disk, or raise memory.cap_gib"
+                f"{self.name} ({self.nbytes} bytes) cannot be put away on the disk of temporary files: {error}; make "
+                "room there, set TMPDIR to another disk, or raise memory.cap_gib"
             ) from error
+        return [whole[start : start + size] for start, size in zip(starts, self._sizes, strict=False)]
 
     def _copy(self, *, to_host: bool) -> None:
         assert self._host is not None  # made by the first put_away

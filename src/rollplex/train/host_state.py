@@ -45,8 +45,11 @@ class HostState:
         are on the device."""
         chunks = self._chunks
         self._bring_back(chunks[0])
-        for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
+        for before, chunk, following in zip([None, *chunks[:-1]], chunks, [*chunks[1:], None], strict=True):
             if following is not None:
+                # Copies and kernels are only queued on a GPU: without this, all chunks would be there before one left.
+                if before is not None and before.copies is not None:
+                    before.copies.wait_until_away()
                 self._bring_back(following)
             if chunk.copies is not None:
                 chunk.copies.wait()
@@ -62,17 +65,16 @@ class HostState:
         )
         return tensor if copies is None or not copies.has(tensor) else copies.on_host(tensor)
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """All of it on the device in this block, where it may be replaced."""
+    def in_turn(self) -> Iterator[Sequence[torch.Tensor]]:
+        """The parameters of one chunk after another, each on the device with its state, which may be replaced, until
+        the next is asked for."""
         for chunk in self._chunks:
             self._bring_back(chunk)
             if chunk.copies is not None:
                 chunk.copies.wait()
-        try:
-            yield
-        finally:
-            for chunk in self._chunks:
+            try:
+                yield [param for group in chunk.params for param in group]
+            finally:
                 chunk.copies = None
                 self._put_away(chunk)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,14 +200,19 @@ class PolicyOptimizer:
             needed = self.masters[name].shape
             if kind != "step" and value.shape != needed:
                 raise CheckpointError(f"optimizer state {key} has shape {tuple(value.shape)}, needed {tuple(needed)}")
-        with nullcontext() if self.host_state is None else self.host_state.on_device():
+        everything: list[Sequence[torch.Tensor]] = [list(self.masters.values())]
+        for masters in everything if self.host_state is None else self.host_state.in_turn():
+            here = {id(master) for master in masters}
             for key, value in state.items():
                 kind, name = key.split("/", 1)
-                master = self.masters[name]
-                if kind == "master":
-                    master.copy_(value)
-                else:
-                    # Moments lie in memory as their weight does, which may be a transposed view (weights/layout.py).
-                    like = torch.empty_like(value, device=master.device) if kind == "step" else torch.empty_like(master)
-                    self.adamw.state[master][kind] = like.copy_(value)
+                if id(self.masters[name]) in here:
+                    self._load(self.masters[name], kind, value)
         self.num_steps = num_steps
+
+    def _load(self, master: torch.Tensor, kind: str, value: torch.Tensor) -> None:
+        if kind == "master":
+            master.copy_(value)
+            return
+        # Moments lie in memory as their weight does, which may be a transposed view (weights/layout.py).
+        like = torch.empty_like(value, device=master.device) if kind == "step" else torch.empty_like(master)
+        self.adamw.state[master][kind] = like.copy_(value)
