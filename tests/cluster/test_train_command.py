@@ -113,19 +113,6 @@ def test_a_killed_rank_ends_the_others_who_name_it(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoint-2" / "manifest.json").is_file()
 
 
-def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
-    """Rank 1 of a replica asks no reward function, rank 2 is of another replica: both hear why rank 0 has ended."""
-    sections = {
-        "sharing": {"train_tp": 2, "rollout_tp": 2},
-        "rewards": {"reward_funcs": [f"{Path(__file__).with_name('train_runs.py')}:broken_reward"]},
-    }
-    with Processes(4, _recipe(tmp_path, **sections)) as processes:
-        for rank in range(4):
-            code, _, errors = processes.ended(rank)
-            assert code == 1 and f"rank {rank}: " in errors, errors
-            assert "reward function 'broken_reward' raised ZeroDivisionError" in errors, errors
-
-
 def test_sigterm_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
     degrees = {"sharing": {"train_tp": 2, "rollout_tp": 1}, "train": {"max_steps": ENDLESS}, "run": {"save_steps": 0}}
     with Processes(2, _recipe(tmp_path, **degrees)) as processes:

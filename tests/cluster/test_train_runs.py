@@ -11,7 +11,7 @@ import pytest
 
 from cluster import train_runs
 from cluster.processes import run_ranks
-from cluster.train_runs import STEPS, metrics_of, refused_on, run_alone, run_config, run_on, tensors_of
+from cluster.train_runs import STEPS, ended_by, metrics_of, refused_on, run_alone, run_config, run_on, tensors_of
 
 BOUND = 1e-9  # float64; a gradient's sum over ranks has another order than one process'
 
@@ -176,3 +176,14 @@ def test_a_degree_that_does_not_divide_the_model_is_refused_on_every_rank(tmp_pa
     assert all(
         "sharing.train_tp 3 does not divide the 4 query heads; set sharing.train_tp to one of" in s for s in said
     )
+
+
+def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    """Rank 1 asks no reward function itself and raises what rank 0 found; ranks 2 and 3, of another replica, lose them
+    and say why."""
+    rewards = {"reward_funcs": [f"{train_runs.__file__}:broken_reward"]}
+    said = run_ranks(ended_by, 4, run_config(tmp_path / "run", **_degrees(2, 2), rewards=rewards))
+    cause = "reward function 'broken_reward' raised ZeroDivisionError"
+    assert all(text.startswith("RewardError") and cause in text for text in said[:2]), said
+    assert all(text.startswith("PeerError") and cause in text for text in said[2:]), said
+    assert all("rank 0 ended with RewardError" in text or "rank 1 ended with RewardError" in text for text in said[2:])

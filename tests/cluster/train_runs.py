@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rollplex.config import Config
-from rollplex.errors import ConfigError
+from rollplex.errors import ConfigError, RollplexError
 from rollplex.parallel.groups import Job
 from rollplex.parallel.team import ALONE
 from rollplex.runtime.joining import team_of
@@ -57,6 +58,16 @@ def refused_on(job: Job, configs: list[Config]) -> str:
     return ""
 
 
+def ended_by(job: Job, config: Config) -> str:
+    """What one process says to its end before its time."""
+    try:
+        with job.telling():
+            Trainer(config, None, team_of(job, config)).train()
+    except RollplexError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def run_alone(config: Config) -> None:
     """The same run in this process."""
     Trainer(config, None, ALONE).train()
@@ -83,5 +94,5 @@ def rare_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def broken_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Raises."""
-    return [1 / 0 for _ in completion_ids]
+    """Raises in the first process of a job."""
+    return [1 / dist.get_rank() for _ in completion_ids]
