@@ -89,6 +89,23 @@ def test_decoding_on_fewer_threads_has_a_rate_of_its_own_and_never_a_higher_one(
         assert abs(found.residuals[Phase.DECODE].relative) < 0.02
 
 
+def test_a_cpus_decode_steps_launch_for_themselves() -> None:
+    """Passes that wait for every kernel say nothing of decoding, whose constant is one number."""
+    true = cpu(2, 16e9).reaching(kernel_s=5e-2, decode_step_s=5.0)
+    found_spans = [
+        dataclasses.replace(s, end_s=on(steps(true)[s.step], true).task(Task(Phase(s.name), s.group - FIRST_ID)).total)
+        for s in spans()
+        if s.group is not None
+    ]
+    start = cpu(2, 16e9).reaching(kernel_s=1e-2, decode_step_s=1.0)  # of the order that a model of this size takes
+    found = fit(measured_spans(found_spans, traced(start)), start)
+    assert found.hardware.efficiency.decode_step_s == pytest.approx(5.0, rel=0.05)
+    assert abs(found.residuals[Phase.DECODE].relative) < 0.01
+    shared = found.hardware.reaching(decode_kernels=1.0)
+    assert on(steps(shared)[1], shared).task(Task(Phase.DECODE, 0)).launches > 0
+    assert on(steps(true)[1], true).task(Task(Phase.DECODE, 0)).launches == 0
+
+
 def test_noise_does_not_carry_over_to_another_setting() -> None:
     start = hardware("a100-80g")
     found = fit(measured_spans(spans(noise=0.1), traced(start)), start).hardware

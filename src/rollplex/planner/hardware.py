@@ -55,12 +55,13 @@ class Efficiency:
     kernel_s: float = 2e-6  # per kernel, beyond its operations and bytes
     decode_step_s: float = 1e-3  # per decode step: sampling, scheduling, everything on the host
     decode: float = 1.0  # rates in decode steps, as a part of those in passes: where decoding has fewer threads
+    decode_kernels: float = 1.0  # launches in decode steps, as a part of `kernel_s`: another program than passes
 
     def __post_init__(self) -> None:
         for name in ("matmul", "attention", "memory", "link", "decode"):
             if not 0 < getattr(self, name):
                 raise ConfigError(f"efficiency {name} is {getattr(self, name)}, needed above 0")
-        if self.kernel_s < 0 or self.decode_step_s < 0:
+        if min(self.kernel_s, self.decode_step_s, self.decode_kernels) < 0:
             raise ConfigError(f"seconds per launch and per decode step must not be negative, found {self}")
 
 
@@ -98,10 +99,10 @@ class Hardware:
     def decoding(self) -> Hardware:
         """The device as decode steps find it."""
         own = self.efficiency
-        if own.decode == 1.0:
+        if own.decode == own.decode_kernels == 1.0:
             return self
         rates = {name: getattr(own, name) * own.decode for name in ("matmul", "attention", "memory")}
-        return self.reaching(**rates, decode=1.0)
+        return self.reaching(**rates, kernel_s=own.kernel_s * own.decode_kernels)
 
     def link(self, span: int) -> Link:
         """The slowest link of a group of devices whose first and last are `span` - 1 apart in rank order."""
@@ -146,8 +147,13 @@ HARDWARE: dict[str, Hardware] = {
 
 def cpu(cores: int, memory_bytes: float) -> Hardware:
     """This machine's cores as one device, for `calibrate.fit` to start from: nominal 64 GFLOP/s in fp32 and 8 GB/s a
-    core (16 operations and 4 bytes a cycle at 2 to 4 GHz), and what calling an operation from Python takes."""
-    start = Efficiency(matmul=0.7, attention=0.4, memory=0.8, link=1.0, kernel_s=1e-5, decode_step_s=1e-3)
+    core (16 operations and 4 bytes a cycle at 2 to 4 GHz), and what calling an operation from Python takes.
+
+    A decode step has as many kernels for any batch: their launches are part of what a step takes on the host.
+    """
+    start = Efficiency(
+        matmul=0.7, attention=0.4, memory=0.8, link=1.0, kernel_s=1e-5, decode_step_s=1e-3, decode_kernels=0.0
+    )
     own = Link(8 * _GB, 1e-6)  # one device: nothing is sent
     source = "nominal; the efficiencies are to be fitted"
     return Hardware("cpu", 64e9 * cores, memory_bytes, 8 * _GB * cores, own, own, 8 * _GB, 1, source, start)
