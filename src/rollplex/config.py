@@ -380,12 +380,13 @@ def _data_problems(config: Config) -> list[str]:
         problems.append("data.overlong drop does nothing without data.max_prompt_tokens")
     if config.run.eval_steps > 0 and data.eval_split is None:
         problems.append(f"run.eval_steps {config.run.eval_steps} does nothing without data.eval_split")
-    untraced = [step for step in config.run.trace_steps if not 1 <= step <= config.train.max_steps]
-    if untraced:
-        problems.append(
-            f"run.trace_steps {untraced} are not steps of this run, which are 1 to train.max_steps "
-            f"{config.train.max_steps}"
-        )
+    for option, steps in (("trace_steps", config.run.trace_steps), ("memory_steps", config.run.memory_steps)):
+        outside = [step for step in steps if not 1 <= step <= config.train.max_steps]
+        if outside:
+            problems.append(
+                f"run.{option} {outside} are not steps of this run, which are 1 to train.max_steps "
+                f"{config.train.max_steps}"
+            )
     weights, functions = rewards.reward_weights, rewards.reward_funcs
     if weights is not None and functions and len(weights) != len(functions):
         problems.append(

@@ -10,6 +10,7 @@ import torch
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
+from rollplex.memory.allocations import AllocationCounter, held_bytes
 from rollplex.runtime.trainer import Trainer, train
 
 TOLERANCE = 0.10
@@ -123,8 +124,9 @@ def test_a_plan_under_the_smallest_cap_is_carried_out_and_changes_no_bit(
     assert moved["reference weights"] == "offload"
     assert moved["optimizer state"] == "stream in chunks"
     assert moved["prefix activations"] == "recompute"
-    for ledger in ledgers[1:]:
+    for ledger in ledgers:
         assert ledger.measured_peak_bytes <= cap
+    for ledger in ledgers[1:]:
         assert ledger.measured_over_planned == pytest.approx(1.0, abs=TOLERANCE), "\n".join(ledger.lines())
     weights = dict(trainer.session.loaded.model.named_parameters())
     assert all(torch.equal(weight, uncapped[name]) for name, weight in weights.items())
@@ -145,10 +147,46 @@ def test_a_capped_run_resumes_to_the_same_bits(tmp_path: Any, uncapped: dict[str
         resumed.close()
 
 
+@pytest.mark.parametrize("capped_first", [True, False])
+def test_a_run_resumes_with_a_cap_or_without_whatever_it_had(
+    tmp_path: Any, uncapped: dict[str, torch.Tensor], capped_first: bool
+) -> None:
+    own: dict[str, Any] = {"data__max_prompt_tokens": 64}
+    cap = {"memory__cap_gib": (_smallest(tmp_path) + 1) / 2**30, "memory__stream_chunk_mib": 1}
+    options = [{**own, **cap}, {**own, "run__memory_steps": ()}]
+    first, second = options if capped_first else reversed(options)
+    train(_config(tmp_path, **first, run__save_steps=2))
+    resumed = Trainer(_config(tmp_path, **second, run__resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2")))
+    try:
+        for _ in range(2):
+            resumed.run_step()
+        weights = dict(resumed.session.loaded.model.named_parameters())
+        assert all(torch.equal(weight, uncapped[name]) for name, weight in weights.items())
+    finally:
+        resumed.close()
+
+
+def test_an_evaluation_under_a_cap_holds_no_more_than_the_cap(tmp_path: Any) -> None:
+    shape: dict[str, Any] = {"model__build": {"hidden_size": 64, "num_layers": 2}, "rollout__max_completion_length": 8}
+    cap = _smallest(tmp_path, **shape)
+    options = {"data__max_prompt_tokens": 64, "data__num_rows": 64, "data__eval_split": "test", "run__memory_steps": ()}
+    trainer = Trainer(_config(tmp_path, **shape, **options, memory__cap_gib=(cap + 1) / 2**30))
+    try:
+        trainer.run_step()
+        lasting = trainer.learner._lasting_tensors()
+        counter = AllocationCounter(trainer.session.policy.device, held_bytes(lasting, torch.device("cpu")))
+        with counter.counting():
+            assert trainer.evaluate()["eval_rows"] > 16
+        assert counter.trace().peak_bytes <= cap
+    finally:
+        trainer.close()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"model__lora": {"r": 4}}, "model.lora is set"),
+        ({"algorithm__dynamic_sampling": "resample"}, "algorithm.dynamic_sampling is resample"),
         ({"train__share_prefix": False}, "train.share_prefix is off"),
         ({"algorithm__num_iterations": 2}, "several optimizer steps per rollout"),
         ({"memory__devices": 2, "run__memory_steps": (), "memory__cap_gib": 1.0}, "memory.devices is above 1"),

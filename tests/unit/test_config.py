@@ -187,6 +187,7 @@ def test_every_mistake_is_listed(recipe: Path) -> None:
         (["overlong=drop"], ["does nothing without data.max_prompt_tokens"]),
         (["eval_steps=5"], ["run.eval_steps 5 does nothing without data.eval_split"]),
         (["trace_steps=[0, 9, 10]", "max_steps=9"], ["run.trace_steps [0, 10] are not steps of this run", "1 to"]),
+        (["memory_steps=[-1, 2]"], ["run.memory_steps [-1] are not steps of this run"]),
         (["reward_funcs=[a:b, c:d]", "reward_weights=[1.0]"], ["1 entries for 2 rewards.reward_funcs"]),
         (["model.path=folder"], ["exactly one of model.path and model.build, found both", "model.build=null"]),
         (["model.build=null"], ["exactly one of model.path and model.build, found neither"]),

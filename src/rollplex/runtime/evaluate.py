@@ -16,7 +16,8 @@ from rollplex.tasks.rewards import GroupScores, TrainerState
 from rollplex.tasks.task import build_task
 from rollplex.train.prefix_book import PrefixBook
 
-# Prompts decoded together; bounds the memory of their prefixes.
+# Prompts decoded together; bounds the memory of their prefixes. Under memory.cap_gib at most those of a rollout, whose
+# decoding, of more responses each, is in the plan.
 BATCH_PROMPTS = 64
 
 
@@ -40,11 +41,14 @@ def evaluate(
     stop = min(config.run.eval_rows, len(task))
     greedy = replace(params, num_generations=1, greedy=True)
     own: list[_Scored] = []
+    at_once = BATCH_PROMPTS
+    if config.memory.cap_gib is not None:
+        at_once = min(at_once, config.rollout.prompts_per_step)
     order = DataOrder(len(task), config.run.seed, False)
-    with Prefetcher(task.example, session.prompts.build, order, config.data, stop=stop, ahead=BATCH_PROMPTS) as feed:
+    with Prefetcher(task.example, session.prompts.build, order, config.data, stop=stop, ahead=at_once) as feed:
         numbered = (Slot(number, example, spec) for number, (example, spec) in enumerate(feed))
         for turn in count():
-            batch = list(islice(numbered, BATCH_PROMPTS))
+            batch = list(islice(numbered, at_once))
             if not batch:
                 break
             if turn % team.replicas != team.replica:

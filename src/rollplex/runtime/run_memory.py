@@ -138,6 +138,9 @@ def _check(config: Config, option: str, processes: int) -> None:
         "model.lora is set": config.model.lora is not None,
         "train.share_prefix is off": not config.train.share_prefix,
         "rollout.engine is not local: its memory is its own": config.rollout.engine != "local",
+        "algorithm.dynamic_sampling is resample: its rounds hold as many prefixes as they happen to need": (
+            config.algorithm.dynamic_sampling == "resample"
+        ),
         "several optimizer steps per rollout keep prefixes of other kinds": (
             config.algorithm.num_iterations * config.algorithm.steps_per_generation > 1
         ),

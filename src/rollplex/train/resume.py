@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollplex.config import Config, RunConfig
+from rollplex.config_devices import MemoryConfig
 from rollplex.errors import CheckpointError
 from rollplex.train.checkpoint_folder import newest_complete, verify_sizes
 
@@ -28,6 +29,8 @@ MAY_CHANGE = frozenset(
         "run.report_to",
         "run.eval_steps",
         "run.eval_rows",
+        "run.trace_steps",
+        "run.memory_steps",
         "data.eval_split",
         "data.media_workers",
         "data.media_timeout_s",
@@ -48,6 +51,7 @@ MAY_CHANGE = frozenset(
         "train.prefix_activations",
         "train.share_prefix",
         "warm_start.path",
+        *(f"memory.{name}" for name in MemoryConfig.model_fields),  # where things are held changes no bit
     }
 )
 
