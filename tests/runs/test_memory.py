@@ -63,6 +63,8 @@ def _steps(config: Config, count: int = 4) -> tuple[Trainer, list[Any]]:
         {"model__build": {"hidden_size": 64, "num_layers": 8}, "rollout__max_completion_length": 16},
         {"train__prefix_activations": "checkpoint"},
         {"model__build": {"family": "qwen3_vl"}, "train__prefix_activations": "recompute"},
+        {"data__image_size": 336},
+        {"data__image_size": 336, "train__prefix_activations": "checkpoint"},
         {"model__dtype": "bfloat16"},
         {"model__build": {"family": "qwen3_vl"}, "model__dtype": "bfloat16"},
         {"model__freeze_vision": True},

@@ -37,7 +37,8 @@ class MemoryTrace:
 
     @property
     def left_bytes(self) -> int:
-        """What came and has not gone: after the first step of a run none, or something leaks."""
+        """What came and has not gone: after the first step of a run a few features at most, or something
+        leaks."""
         return self.level[-1] - self.level[0]
 
     def peak_within(self, start_s: float, end_s: float) -> int:

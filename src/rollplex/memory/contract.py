@@ -173,7 +173,7 @@ class _Builder:
         act = shape.activations_of(shape.rollout_tp, sequence_parallel=False)
         prefill = min(_PREFILL_TOKENS, shape.rollout_prompts * shape.prompt_tokens)
         visual = ceil(prefill * shape.visual_tokens / shape.prompt_tokens)
-        layer = max(act.working(prefill), act.vision(visual) // shape.model.vision.depth)
+        layer = max(act.working(prefill), act.working_tower(visual))
         return [
             self._lasting("rollout KV cache", tokens * per_token, ObjectClass.PHASE_LOCAL, uses, cached, released),
             self._local(
@@ -231,9 +231,12 @@ class _Builder:
         shape = self.shape
         act = shape.activations_of(shape.train_tp, sequence_parallel=shape.sequence_parallel)
         pack, batch = shape.pack_prompts * shape.prompt_tokens, shape.response_batch
-        layer = max(act.working(pack), act.vision(shape.pack_prompts * shape.visual_tokens) // shape.model.vision.depth)
+        layer = max(act.working(pack), act.working_tower(shape.pack_prompts * shape.visual_tokens))
+        # Where an eager pass keeps its graph, what a block of the tower needs is in it already.
+        graphed = act.working(pack) if shape.kernels == "eager" else layer
+        forward = graphed if shape.activations == "graph" else layer
         batch_layer = act.working(batch)
-        working = {shape.prefix_producer: layer, Phase.ACTOR_RESPONSE: batch_layer, Phase.PREFIX_BACKWARD: layer}
+        working = {shape.prefix_producer: forward, Phase.ACTOR_RESPONSE: batch_layer, Phase.PREFIX_BACKWARD: graphed}
         if shape.reference:
             working |= {Phase.REF_PREFIX: layer, Phase.REF_RESPONSE: batch_layer}
         text = shape.model.text

@@ -126,6 +126,22 @@ class Activations:
         text = self.shape.text
         return ceil(tokens * (3 * text.intermediate_size / self.degree + 2 * text.hidden_size) * self.dtype_bytes)
 
+    def working_tower(self, visual_tokens: int) -> int:
+        """What one block of the vision tower needs at once in a pass that saves nothing; eager: q, k and v with the
+        rotated q and k, or the MLP; and the pack's pixels."""
+        vision = self.shape.vision
+        if not self._eager:
+            return self.vision(visual_tokens) // vision.depth
+        patches = ceil(visual_tokens / self.degree) * vision.spatial_merge_size**2
+        numbers = 2 * vision.hidden_size + max(5 * vision.hidden_size, 3 * vision.intermediate_size)
+        return patches * (numbers + self._pixels) * self.dtype_bytes
+
+    @property
+    def _pixels(self) -> int:
+        """Numbers of a patch."""
+        vision = self.shape.vision
+        return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
     def decoder(self, tokens: int, *, prefix: bool) -> int:
         """All decoder layers. On a prefix the last one stops at its keys and values (models/prefix.py): it saves its
         norms and, fused, q; keys and values are counted too, except eager ones, which live on as the boundary alone."""
@@ -157,7 +173,7 @@ class Activations:
         mlp = (2 if qwen3 else 4) * vision.intermediate_size
         numbers = vision.depth * ((2 * norm + 7) * vision.hidden_size + mlp)
         numbers += (1 + len(vision.deepstack_layers)) * (norm + 2) * vision.hidden_size
-        numbers += vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        numbers += self._pixels
         statistics = vision.depth * (_LSE_BYTES * vision.num_heads + (4 if qwen3 else 2) * self._wide)
         rotary = 2 * 4 * vision.hidden_size // vision.num_heads
         return ceil(patches * (numbers * self.dtype_bytes + statistics + rotary))

@@ -222,9 +222,11 @@ class InProcessExecutor:
                 self._bodies.run(task)
         except BaseException as raised:  # the waiting thread raises it
             error = raised
-        end_s = time.monotonic()
-        self._watch.record(task.phase, Lane.WINDOW, begin_s, end_s, group=self._bodies.label(task))
-        self._news.put(_PassEnded(task, error))
+        try:
+            end_s = time.monotonic()
+            self._watch.record(task.phase, Lane.WINDOW, begin_s, end_s, group=self._bodies.label(task))
+        finally:
+            self._news.put(_PassEnded(task, error))
 
     def _decode_iteration(self) -> None:
         begin_s = time.monotonic()
