@@ -57,6 +57,6 @@ def test_without_company_there_is_nothing_to_say() -> None:
 
 
 def test_little_company_says_nothing_of_decoding() -> None:
-    assert Together(decode_s=10.0, beside_s=0.4, alone_s=9.9).decode is None
-    assert Together(decode_s=10.0, beside_s=1.0, alone_s=9.5).decode == pytest.approx(2.0)
-    assert Together(decode_s=10.0, beside_s=1.0, alone_s=11.0).decode == 1.0  # faster than alone: an error of the model
+    assert Together(decode_s=10.0, beside_s=1.4, alone_s=9.3).decode is None
+    assert Together(decode_s=10.0, beside_s=2.0, alone_s=9.0).decode == pytest.approx(2.0)
+    assert Together(decode_s=10.0, beside_s=2.0, alone_s=11.0).decode == 1.0  # faster than alone: an error of the model

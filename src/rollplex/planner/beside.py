@@ -22,7 +22,7 @@ from rollplex.trace import Span
 # Of a pass in the window: decoding covers this much of it, or it says nothing about co-running.
 _COVERED = 0.5
 # Of decoding: with less of it beside passes, the factor would be the error of the prediction.
-_SEEN = 0.05
+_SEEN = 0.15
 
 
 @dataclass(frozen=True, slots=True)
