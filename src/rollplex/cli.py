@@ -1,7 +1,6 @@
 """The command line: parse, call, print. torch is imported inside the commands only, so that --help is quick.
 
-Exit codes: 0 done; 1 a failure while running, or a check that did not pass; 2 a mistake in the recipe, a row, the model
-or the call; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 failed, or a check did not pass; 2 a mistake in recipe, row, model or call; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from rollplex.parallel.launch import launched, voice
 from rollplex.recipes.load import load_config
 from rollplex.recipes.options import all_groups, all_options
 from rollplex.recipes.packaged import packaged_names, packaged_recipe, recipe_path
+from rollplex.runtime.leaving import run_and_leave
 
 if TYPE_CHECKING:
     from rollplex.runtime.trainer import RunResult
@@ -305,7 +305,7 @@ def option_lines() -> Iterator[Text]:
 
 def main() -> None:
     """Entry point of the `rollplex` command."""
-    app()
+    run_and_leave(app)
 
 
 def _run(config: Config, console: Console) -> RunResult:

@@ -154,6 +154,22 @@ def test_errors_while_running_are_one_message(
     assert "Traceback" not in done.stderr + done.stdout
 
 
+@pytest.mark.parametrize(("end", "status", "error"), [("None", 0, ""), ("3", 3, ""), ("'no'", 1, "no\n")])
+def test_the_end_of_the_process_runs_exit_handlers_and_keeps_the_status(end: str, status: int, error: str) -> None:
+    code = textwrap.dedent(
+        f"""
+        import atexit, sys, threading, time
+        from rollplex.runtime.leaving import run_and_leave
+        atexit.register(print, "handler")
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        run_and_leave(lambda: sys.exit({end}))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "thread\nhandler\n", error)
+
+
 def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
     code = textwrap.dedent(
         """
