@@ -158,11 +158,13 @@ def test_errors_while_running_are_one_message(
 def test_the_end_of_the_process_runs_exit_handlers_and_keeps_the_status(end: str, status: int, error: str) -> None:
     code = textwrap.dedent(
         f"""
-        import atexit, sys, threading, time
+        import atexit, concurrent.futures, sys, threading, time
         from rollplex.runtime.leaving import run_and_leave
         atexit.register(print, "handler")
         threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        idle = concurrent.futures.ThreadPoolExecutor(1)  # its worker ends when it is told to, by Python's own end
+        idle.submit(int).result()
         run_and_leave(lambda: sys.exit({end}))
         """
     )

@@ -23,10 +23,10 @@ def run_and_leave(command: Callable[[], object]) -> NoReturn:
         command()
     except SystemExit as end:
         status = _status(end)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()  # what a normal end runs too: trackers, child processes, temporary files
+    # As a normal end does: threads that are no daemons (an executor's workers are told to end first), then trackers,
+    # child processes, temporary files.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # whoever reads may be gone
             stream.flush()
