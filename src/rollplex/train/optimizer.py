@@ -143,7 +143,7 @@ class PolicyOptimizer:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 master = self.masters[name]
-                if master is not weight and id(master) in wanted:
+                if self._is_copy(name) and id(master) in wanted:
                     weight.copy_(master)
 
     def drop_gradients(self) -> None:

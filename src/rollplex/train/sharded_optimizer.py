@@ -100,9 +100,5 @@ class ShardedOptimizer(PolicyOptimizer):
                 gradient.mul_(scale)
         return norm
 
-    def _write_weights(self, moved: Sequence[torch.Tensor]) -> None:
-        if self.data is None:  # with it, masters and weights are the same memory
-            super()._write_weights(moved)
-
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
