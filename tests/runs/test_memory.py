@@ -134,19 +134,20 @@ def test_a_plan_under_the_smallest_cap_is_carried_out_and_changes_no_bit(
     assert all(torch.equal(weight, uncapped[name]) for name, weight in weights.items())
 
 
+def _check_resumed(tmp_path: Any, options: dict[str, Any], uncapped: dict[str, torch.Tensor]) -> None:
+    """The run's checkpoint-2 goes on with `options` to the weights that an unbroken, uncapped run ends with."""
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    trainer, _ = _steps(_config(tmp_path, **options, run__resume_from_checkpoint=checkpoint), 2)
+    weights = dict(trainer.session.loaded.model.named_parameters())
+    assert all(torch.equal(weight, uncapped[name]) for name, weight in weights.items())
+
+
 def test_a_capped_run_resumes_to_the_same_bits(tmp_path: Any, uncapped: dict[str, torch.Tensor]) -> None:
     options = {"data__max_prompt_tokens": 64, "memory__cap_gib": (_smallest(tmp_path) + 1) / 2**30}
     train(_config(tmp_path, **options, run__save_steps=2, train__max_steps=4))
     lines = [json.loads(line) for line in (tmp_path / "run" / "memory.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == EVERY_STEP
-    resumed = Trainer(_config(tmp_path, **options, run__resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2")))
-    try:
-        for _ in range(2):
-            resumed.run_step()
-        weights = dict(resumed.session.loaded.model.named_parameters())
-        assert all(torch.equal(weight, uncapped[name]) for name, weight in weights.items())
-    finally:
-        resumed.close()
+    _check_resumed(tmp_path, options, uncapped)
 
 
 @pytest.mark.parametrize("capped_first", [True, False])
@@ -158,14 +159,7 @@ def test_a_run_resumes_with_a_cap_or_without_whatever_it_had(
     options = [{**own, **cap}, {**own, "run__memory_steps": ()}]
     first, second = options if capped_first else reversed(options)
     train(_config(tmp_path, **first, run__save_steps=2))
-    resumed = Trainer(_config(tmp_path, **second, run__resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2")))
-    try:
-        for _ in range(2):
-            resumed.run_step()
-        weights = dict(resumed.session.loaded.model.named_parameters())
-        assert all(torch.equal(weight, uncapped[name]) for name, weight in weights.items())
-    finally:
-        resumed.close()
+    _check_resumed(tmp_path, second, uncapped)
 
 
 def test_an_evaluation_under_a_cap_holds_no_more_than_the_cap(tmp_path: Any) -> None:

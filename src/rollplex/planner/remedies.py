@@ -27,11 +27,13 @@ def refusal(config: Config, devices: int, assumed: Assumptions) -> ConfigError:
         f"least that any arrangement needs is {least / GIB:.2f} GiB ({where} under {plan.schedule}, training at "
         f"{plan.train}, rollout at {plan.rollout})"
     ]
+    shorter = _halved(config, "train", "micro_batch_tokens", devices, assumed)
+    fewer = _halved(config, "rollout", "prompts_per_step", devices, assumed)
     changes = [
         *_settings(config, devices, assumed),
-        *_shorter(config, devices, assumed),
+        *(f"train.micro_batch_tokens={tokens} (of {before})" for tokens, before in shorter),
         *_larger(config, devices, assumed, least),
-        *_fewer(config, devices, assumed),
+        *(f"rollout.prompts_per_step={prompts} (of {before}; another update)" for prompts, before in fewer),
     ]
     found.append(f"the smallest change that would fit: {changes[0]}")
     found += [f"or: {change}" for change in changes[1:]]
@@ -53,12 +55,13 @@ def _settings(config: Config, devices: int, assumed: Assumptions) -> Iterator[st
         yield " ".join(f"memory.{option}=on" for option in off)
 
 
-def _shorter(config: Config, devices: int, assumed: Assumptions) -> Iterator[str]:
-    train = config.train
-    for tokens in (train.micro_batch_tokens >> n for n in range(1, _DOUBLINGS + 1)):
-        changed = config.model_copy(update={"train": train.model_copy(update={"micro_batch_tokens": tokens})})
-        if tokens and _fits(changed, devices, assumed):
-            yield f"train.micro_batch_tokens={tokens} (of {train.micro_batch_tokens})"
+def _halved(config: Config, section: str, option: str, devices: int, assumed: Assumptions) -> Iterator[tuple[int, int]]:
+    """The largest half, quarter, ... of an option that fits, and what it was; nothing where none does."""
+    before: int = getattr(getattr(config, section), option)
+    for less in (before >> n for n in range(1, _DOUBLINGS + 1)):
+        changed = getattr(config, section).model_copy(update={option: less})
+        if less and _fits(config.model_copy(update={section: changed}), devices, assumed):
+            yield less, before
             return
 
 
@@ -72,15 +75,6 @@ def _larger(config: Config, devices: int, assumed: Assumptions, least: int) -> I
         yield f"memory.cap_gib={cap_gib:.2f}"
     else:
         yield f"a --hardware with {cap_gib:.2f} GiB a device, and memory.cap_gib at that or left out"
-
-
-def _fewer(config: Config, devices: int, assumed: Assumptions) -> Iterator[str]:
-    rollout = config.rollout
-    for prompts in (rollout.prompts_per_step >> n for n in range(1, _DOUBLINGS + 1)):
-        changed = config.model_copy(update={"rollout": rollout.model_copy(update={"prompts_per_step": prompts})})
-        if prompts and _fits(changed, devices, assumed):
-            yield f"rollout.prompts_per_step={prompts} (of {rollout.prompts_per_step}; another update)"
-            return
 
 
 def _plans(config: Config, devices: int, assumed: Assumptions) -> tuple[Workload, list[Arrangement]]:
