@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, cast
@@ -22,6 +22,7 @@ from rollplex.parallel.team import ALONE, ProcessTeam, Team
 from rollplex.runtime.collect import Collector
 from rollplex.runtime.divided_model import DividedModel
 from rollplex.runtime.evaluate import evaluate
+from rollplex.runtime.folder_claim import claimed
 from rollplex.runtime.held_model import HeldModel, WholeModel
 from rollplex.runtime.joining import joined
 from rollplex.runtime.learner import Learner, StepOutcome, check_schedule
@@ -30,7 +31,7 @@ from rollplex.runtime.replica_rewards import ReplicaRewards
 from rollplex.runtime.run_folder import refuse_other_run
 from rollplex.runtime.run_memory import check_memory_options
 from rollplex.runtime.session import PromptFeed, Session, build_session
-from rollplex.runtime.termination import EXIT_STATUS, exit_on_sigterm, noted_sigterm
+from rollplex.runtime.termination import EXIT_STATUS, StepEnd, exit_on_sigterm, noted_sigterm
 from rollplex.runtime.warm_model import ensure_warm_start, kept_warm_start
 from rollplex.tasks.rewards import RewardRunner, TrainerState
 from rollplex.train.checkpoint import RestoredState
@@ -187,19 +188,26 @@ class Trainer:
         evaluated: dict[str, float] = {}
         self._tell("on_run_start", self.config, self.config.train.max_steps)
         reported, updates = self._counters(), self.optimizer.num_steps
+        ends = StepEnd(lambda: (reported["step"], updates) != (self.step, self.optimizer.num_steps))
         try:
-            while self.step < self.config.train.max_steps:
-                report, outcome = self.run_step()
-                evaluated = self._evaluate_if_due(self.step, self.config.run.eval_steps)
-                report = StepReport(report.step, {**report.metrics, **evaluated})
-                if records is not None:
-                    records.folder.log(report)
-                reported, updates = self._counters(), self.optimizer.num_steps
-                if "reward" in report.metrics:
-                    rewards.append(report.metrics["reward"])
-                checkpoint = self._after_step(report, outcome, records) or checkpoint
-                if self.team.size > 1 and self.team.any(stop_wanted(), f"end of step {self.step}"):
-                    self._stop(checkpoint)
+            with ends.handling() if self.team.size == 1 else nullcontext():
+                while self.step < self.config.train.max_steps:
+                    report, outcome = self.run_step()
+                    evaluated = {}
+                    try:
+                        with ends.at_once():
+                            evaluated = self._evaluate_if_due(self.step, self.config.run.eval_steps)
+                    finally:  # an evaluation that fails or is interrupted does not undo the step
+                        report = StepReport(report.step, {**report.metrics, **evaluated})
+                        if records is not None:
+                            records.folder.log(report)
+                        reported, updates = self._counters(), self.optimizer.num_steps
+                    ends.check()
+                    if "reward" in report.metrics:
+                        rewards.append(report.metrics["reward"])
+                    checkpoint = self._after_step(report, outcome, records) or checkpoint
+                    if self.team.size > 1 and self.team.any(stop_wanted(), f"end of step {self.step}"):
+                        self._stop(checkpoint)
         except BaseException as error:
             if updates == self.optimizer.num_steps:  # no weight has moved since
                 self._rescue(reported, checkpoint, error)
@@ -276,14 +284,17 @@ class Trainer:
 
 def train(config: Config, *, observer: Observer | None = None) -> RunResult:
     """Train by `config` from start (or checkpoint) to end."""
-    with joined(config, launched(os.environ)) as team:
-        if team.rank == 0:
-            refuse_other_run(Path(config.run.output_dir), config)  # before anything slow happens
+    with ExitStack() as stack:
+        team = stack.enter_context(joined(config, launched(os.environ)))
+        if team.rank == 0:  # before anything slow happens
+            output_dir = Path(config.run.output_dir)
+            refuse_other_run(output_dir, config)
+            stack.enter_context(claimed(output_dir))
         if team.size == 1:
-            with exit_on_sigterm():
-                return Trainer(config, observer).train()
-        with noted_sigterm() as stop_wanted:
-            return Trainer(config, observer if team.rank == 0 else None, team).train(stop_wanted)
+            stack.enter_context(exit_on_sigterm())
+            return Trainer(config, observer).train()
+        stop_wanted = stack.enter_context(noted_sigterm())
+        return Trainer(config, observer if team.rank == 0 else None, team).train(stop_wanted)
 
 
 def _held(config: Config, session: Session, team: Team) -> HeldModel:
