@@ -1,10 +1,12 @@
-"""What sharing and the decode window gain on one GPU: {share} x {hoist}, stream, chunk sizes, planned memory.
+"""What sharing, the decode window and decode graphs gain on one GPU: {share} x {hoist}, stream, chunk sizes, memory.
 
 usage: python benchmarks/gpu/window.py [--model 3b|7b] [--steps 4]
 
 A model of Qwen2.5-VL-3B's (7B's) sizes, but for a small vocabulary, with random bfloat16 weights, on the counting task.
 The arms share one copy of weights, optimizer and reference and take turns step by step; the learning rate is 0, so that
-all of them sample alike. Needs a CUDA GPU; 8 minutes are meant to do. Not run on one yet. The last line is JSON.
+all of them sample alike. Decode graphs, shared by the arms that have them, hold their caches in all arms' peaks; steps
+whose memory is counted decode without. Needs a CUDA GPU; 8 minutes are meant to do. Not run on one yet. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"share_prefix": False, "unshared_prefix": "per_response"},
     },
     "serial": {"schedule": {"name": "serial", "overlap": "off"}},
+    "serial, no graphs": {"schedule": {"name": "serial", "overlap": "off"}, "rollout": {"decode_graphs": "off"}},
     **{f"rollplex, {c}": {"schedule": {"name": "rollplex", "overlap": "on", "unit_tokens": c}} for c in CHUNKS},
     "stream": {"schedule": {"name": "stream", "overlap": "on"}},
 }
@@ -105,7 +108,8 @@ def config_of(options: argparse.Namespace, arm: Mapping[str, Mapping[str, Any]],
 
 
 def learner_of(config: Config, trainer: Trainer) -> Learner:
-    """A learner on the trainer's one policy, optimizer and reference."""
+    """A learner on the trainer's one policy, optimizer and reference, and on its engines where they would be alike."""
+    alike = config.rollout == trainer.config.rollout and not config.run.memory_steps
     return Learner(
         trainer.session.policy,
         trainer.optimizer,
@@ -113,6 +117,7 @@ def learner_of(config: Config, trainer: Trainer) -> Learner:
         trainer.collector,
         config,
         stop_token_ids=trainer.session.stop_token_ids,
+        engines=trainer.engines if alike else None,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollplex.config_section import Section
 
@@ -56,3 +56,18 @@ class RolloutConfig(Section):
     )
     stop_token_ids: tuple[int, ...] = Field((), description="Further ids that end a response, beside the model's own.")
     max_decode_rows: int = Field(256, ge=1, description="Most responses decoded together.")
+    decode_graphs: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Decode steps of fixed shapes, recorded once and replayed as CUDA graphs; on a CPU the same steps "
+        "are called, with their padding. auto: on a GPU, in one process and without memory.cap_gib or "
+        "run.memory_steps.",
+    )
+
+    @model_validator(mode="after")
+    def _graphs_are_of_the_local_engine(self) -> Self:
+        if self.decode_graphs == "on" and self.engine == "vllm":
+            raise ValueError(
+                "rollout.decode_graphs on does nothing with rollout.engine vllm, which captures graphs unless "
+                "rollout.vllm.enforce_eager is on; leave it out"
+            )
+        return self

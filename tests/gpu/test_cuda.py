@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from numerics.cases import FAMILIES, tiny_rig
 from rollplex.config import Config, TrainConfig
 from rollplex.memory.host_copies import HostCopies
-from rollplex.runtime.device import allocated_bytes, device_of, reset_peak
+from rollplex.models.prefix import compute_prefix
+from rollplex.rollout.decode_graphs import DecodeGraphs
+from rollplex.rollout.engine import SamplingParams
+from rollplex.rollout.local_engine import LocalEngine
+from rollplex.runtime.device import CudaLanes, allocated_bytes, device_of, reset_peak
 from rollplex.runtime.trainer import Trainer
 from rollplex.train.optimizer import PolicyOptimizer
+from rollplex.types import Response
 
 pytestmark = pytest.mark.skipif(device_of("auto").type != "cuda", reason="needs a CUDA GPU")
 
@@ -50,6 +57,77 @@ def test_steps_on_the_gpu_equal_those_on_the_cpu(family: str, schedule: str, tmp
     for name, tensor in wanted.items():
         # fp64 on both, but for the casts to fp32 inside transformers' models
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_sample_what_lean_ones_do(family: str) -> None:
+    """Also after the weights have changed in place, from the same captures."""
+    made = tiny_rig(family, num_layers=2, num_heads=4, num_kv_heads=2)
+    made.policy.model.to("cuda")
+    specs = made.specs(("image", "text", "video", "two_images"))
+    params = SamplingParams(num_generations=3, max_tokens=80, stop_token_ids=tuple(range(0, made.plain_vocab, 60)))
+    graphs = DecodeGraphs(made.policy)
+
+    def sampled(held: DecodeGraphs | None) -> dict[tuple[int, int], Response]:
+        engine, found = LocalEngine(made.policy, params, max_rows=8, graphs=held), {}
+        for number, spec in enumerate(specs):
+            engine.admit(number, spec)
+        while engine.busy:
+            for finished in engine.step():
+                found[finished.rollout_id, finished.response.index] = finished.response
+        return found
+
+    for _ in range(2):
+        before = dict(graphs.steps)
+        wanted, found = sampled(None), sampled(graphs)
+        assert before.items() <= graphs.steps.items() and graphs.steps
+        assert {key: r.token_ids for key, r in found.items()} == {key: r.token_ids for key, r in wanted.items()}
+        for key, response in wanted.items():
+            assert found[key].logps == pytest.approx(response.logps, abs=1e-9)
+        with torch.no_grad():
+            for parameter in made.policy.model.parameters():
+                parameter.mul_(1.02)
+        made.policy.bump()
+
+
+def test_a_step_is_captured_while_a_pass_runs_in_the_window() -> None:
+    """In another thread, on the window's stream, allocating as it goes; replays are on the decode lane's."""
+    made = tiny_rig("qwen3_vl", torch.float32)
+    made.policy.model.to("cuda")
+    specs, lanes = made.specs(("image", "text", "video")), CudaLanes(made.policy.device)
+    params = SamplingParams(num_generations=4, max_tokens=70)
+    ended = threading.Event()
+    passes: list[torch.Tensor] = []
+
+    def window() -> None:
+        while not ended.is_set():
+            with lanes.window():
+                passes.append(compute_prefix(made.policy, specs, "graph").hidden_GC.clone())
+
+    def tokens(graphs: DecodeGraphs | None) -> dict[tuple[int, int], tuple[int, ...]]:
+        found = {}
+        with lanes.main():
+            engine = LocalEngine(made.policy, params, max_rows=12, graphs=graphs)
+            for number, spec in enumerate(specs):
+                engine.admit(number, spec)
+        while engine.busy:
+            with lanes.decode(beside_window=True):
+                done = engine.step()
+            for finished in done:
+                found[finished.rollout_id, finished.response.index] = finished.response.token_ids
+        return found
+
+    alone = tokens(DecodeGraphs(made.policy))
+    thread = threading.Thread(target=window)
+    thread.start()
+    try:
+        graphs = DecodeGraphs(made.policy)
+        beside = tokens(graphs)
+    finally:
+        ended.set()
+        thread.join()
+    assert beside == alone and len(graphs.steps) > 1
+    assert passes and all(torch.equal(found, passes[0]) for found in passes)
 
 
 def test_host_copies_free_device_memory_and_bring_it_back() -> None:

@@ -56,6 +56,7 @@ REFUSED: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     (2, {"rollout": {"engine": "vllm"}}, ("rollout.engine vllm", "rollout.engine=local")),
     (2, {"model": {"build": {}, "lora": {}}}, ("model.lora",)),
     (2, {"train": {"share_prefix": False}}, ("train.share_prefix off",)),
+    (2, {"rollout": {"decode_graphs": "on"}}, ("rollout.decode_graphs on", "auto or off")),
     (2, {"schedule": {"overlap": "on"}}, ("schedule.overlap on", "auto or off")),
     (2, {"schedule": {"name": "stream"}}, ("schedule.name stream", "serial or rollplex")),
 ]

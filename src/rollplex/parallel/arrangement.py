@@ -112,6 +112,11 @@ def _combinations(config: Config) -> list[str]:
             "train.share_prefix off runs transformers' own decoder, which takes neither shards nor weights gathered "
             "for a step; set it to on, or start one process"
         )
+    if config.rollout.decode_graphs == "on":
+        problems.append(
+            "rollout.decode_graphs on would capture decode steps with sums over processes in them, or weights that are "
+            "gathered anew for each step; set it to auto or off, or start one process"
+        )
     if config.schedule.overlap == "on":
         problems.append(
             "schedule.overlap on would run passes beside decoding, and all processes must make their sums in one "

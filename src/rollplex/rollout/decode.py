@@ -6,7 +6,9 @@ D head dim, P longest prompt, R longest suffix so far.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,9 +17,18 @@ from torch.nn import functional as F
 from rollplex.models.fused import FusedLayer, fuse_layer
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack
+from rollplex.rollout.decode_buckets import table, widest
+from rollplex.rollout.two_level import Grid, Places, attend, bias_where
 
 # Suffix caches grow by this many tokens at a time, so that short responses do not pay for max_completion_length.
 SUFFIX_BLOCK = 64
+
+
+class Caches(Protocol):
+    """Keys and values that a decode step reads, and where it stores those of its own tokens."""
+
+    def attend(self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+        """Store this token's keys and values; (B, H * D) attention over each row's prompt and suffix, it included."""
 
 
 class DecodeModel:
@@ -49,20 +60,24 @@ class DecodeModel:
 
     def forward(self, tokens_B: torch.Tensor, prompts: PromptCache, suffix: SuffixCache) -> torch.Tensor:
         """Feed one token per row; (B, V) logits of the next one."""
-        shape = self.shape
         suffix.begin_token()
+        logits_BV = self.next_logits(tokens_B, suffix.positions_B, _GrownCaches(prompts, suffix))
+        suffix.end_token()
+        return logits_BV
+
+    def next_logits(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, caches: Caches) -> torch.Tensor:
+        """(B, V) logits behind these tokens at these positions; nothing here waits for the device."""
+        shape = self.shape
         x_BC = self.adapter.embed(tokens_B)
-        cos_B1D = self.cos_MD.index_select(0, suffix.positions_B).unsqueeze(1)
-        sin_B1D = self.sin_MD.index_select(0, suffix.positions_B).unsqueeze(1)
+        cos_B1D = self.cos_MD.index_select(0, positions_B).unsqueeze(1)
+        sin_B1D = self.sin_MD.index_select(0, positions_B).unsqueeze(1)
         for number, (layer, fused) in enumerate(zip(self.adapter.layers, self.fused, strict=True)):
             qk_BJD, v_BKD = self._projections(layer, fused, _rms(x_BC, layer.input_layernorm))
             qk_BJD = torch.addcmul(qk_BJD * cos_B1D, torch.roll(qk_BJD, shape.head_dim // 2, -1), sin_B1D)
             q_BHD, k_BKD = qk_BJD[:, : shape.num_heads], qk_BJD[:, shape.num_heads :]
-            keys, values = suffix.write(number, k_BKD, v_BKD)
-            mixed_BC = prompts.attend(number, q_BHD, keys, values, suffix.bias_BR)
+            mixed_BC = caches.attend(number, q_BHD, k_BKD, v_BKD)
             x_BC = self._add_linear(x_BC, mixed_BC, layer.self_attn.o_proj)
             x_BC = self._add_mlp(x_BC, layer, fused)
-        suffix.end_token()
         return self.logits(x_BC)
 
     def _projections(self, layer: Any, fused: FusedLayer, h_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +128,7 @@ class PromptCache:
         self.keys: list[torch.Tensor] = []  # per layer (G, K, D, P)
         self.values: list[torch.Tensor] = []  # per layer (G, K, P, D)
         self.bias_G1P: torch.Tensor | None = None  # -inf behind shorter prompts; None: equal lengths
-        self.rows_GN: torch.Tensor | None = None  # row of each cell; None: rows are the cells in order
-        self.cells_B = torch.empty(0, dtype=torch.long)
-        self.grid = (0, 0)
+        self.grid = Grid(0, 0)
 
     def __contains__(self, rollout_id: int) -> bool:
         return rollout_id in self.parts
@@ -136,22 +149,19 @@ class PromptCache:
             return
         if self.stale:
             self._stack()
-        slots = {rollout_id: slot for slot, rollout_id in enumerate(self.parts)}
-        members: list[list[int]] = [[] for _ in slots]
-        for row, owner in enumerate(owners):
-            members[slots[owner]].append(row)
-        width = max(len(rows) for rows in members)
-        self.grid = (len(members), width)
-        flat = [row for rows in members for row in rows + [0] * (width - len(rows))]
-        if flat == list(range(len(owners))):
-            self.rows_GN = None
-            return
-        cells = [0] * len(owners)
-        for slot, rows in enumerate(members):
-            for place, row in enumerate(rows):
-                cells[row] = slot * width + place
-        self.rows_GN = torch.tensor(flat, device=self.device)
-        self.cells_B = torch.tensor(cells, device=self.device)
+        slot_of = {rollout_id: slot for slot, rollout_id in enumerate(self.parts)}
+        slots = [slot_of[owner] for owner in owners]
+        width = widest(slots)
+        rows, cells = table(slots, len(slot_of), width)
+        if rows == list(range(len(owners))):
+            self.grid = Grid(len(slot_of), width)
+        else:
+            on_device = (torch.tensor(numbers, device=self.device) for numbers in (rows, cells))
+            self.grid = Grid(len(slot_of), width, *on_device)
+
+    def places(self, layer: int) -> Places:
+        """Of one layer, all scaled already."""
+        return Places(self.keys[layer], self.values[layer], self.bias_G1P)
 
     def _stack(self) -> None:
         views = [
@@ -172,53 +182,8 @@ class PromptCache:
         self.bias_G1P = None
         if min(lengths) < longest:
             behind = torch.arange(longest, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]
-            self.bias_G1P = torch.zeros(behind.shape, dtype=self.keys[0].dtype, device=self.device)
-            self.bias_G1P = self.bias_G1P.masked_fill_(behind, float("-inf"))[:, None, None, :]
+            self.bias_G1P = bias_where(behind, self.keys[0].dtype)
         self.stale = False
-
-    def attend(
-        self, layer: int, q_BHD: torch.Tensor, k_BKRD: torch.Tensor, v_BKRD: torch.Tensor, bias_BR: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attention of queries over [group's prompt, own suffix], all scaled already; (B, H * D)."""
-        num_kv, head_dim, (groups, width) = self.shape.num_kv_heads, self.shape.head_dim, self.grid
-        rows = q_BHD.shape[0]
-        q_BKED = q_BHD.reshape(rows, num_kv, -1, head_dim)
-        repeat = q_BKED.shape[2]
-        cells = q_BKED if self.rows_GN is None else q_BKED.index_select(0, self.rows_GN)
-        by_group = (groups, width, num_kv, repeat)
-        q_GKSD = cells.view(*by_group, head_dim).transpose(1, 2).reshape(groups, num_kv, width * repeat, head_dim)
-        to_prompt = torch.matmul(q_GKSD, self.keys[layer])
-        if self.bias_G1P is not None:
-            to_prompt += self.bias_G1P
-        prompt_tokens = to_prompt.shape[-1]
-        to_prompt = self._to_rows(to_prompt, width, repeat)
-        to_suffix = torch.matmul(q_BKED, k_BKRD.transpose(2, 3))
-        if bias_BR is not None:
-            to_suffix += bias_BR
-        weights = _softmax(torch.cat((to_prompt, to_suffix), dim=-1))
-        mixed = torch.matmul(weights[..., prompt_tokens:], v_BKRD)
-        over_prompt = weights[..., :prompt_tokens]
-        if self.rows_GN is not None:
-            over_prompt = over_prompt.index_select(0, self.rows_GN)
-        over_prompt = over_prompt.view(*by_group, prompt_tokens).transpose(1, 2)
-        over_prompt = over_prompt.reshape(groups, num_kv, width * repeat, prompt_tokens)
-        mixed = mixed + self._to_rows(torch.matmul(over_prompt, self.values[layer]), width, repeat)
-        return mixed.view(rows, -1)
-
-    def _to_rows(self, x_GKSx: torch.Tensor, width: int, repeat: int) -> torch.Tensor:
-        """(G, K, N * E, x) -> (B, K, E, x)."""
-        groups, num_kv, _, last = x_GKSx.shape
-        cells = x_GKSx.view(groups, num_kv, width, repeat, last).transpose(1, 2)
-        if self.rows_GN is None and groups == 1:
-            return cells[0]
-        cells = cells.reshape(groups * width, num_kv, repeat, last)
-        return cells if self.rows_GN is None else cells.index_select(0, self.cells_B)
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    if scores.dtype in (torch.float32, torch.float64):
-        return scores.softmax(-1)
-    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
 
 
 class SuffixCache:
@@ -273,8 +238,7 @@ class SuffixCache:
         lengths_B = torch.tensor(self.lengths, device=device)
         self._places = (torch.arange(self.num_rows, device=device), lengths_B)
         hidden = torch.arange(used, device=device) > lengths_B[:, None]
-        bias = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=device)
-        self.bias_BR = bias.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+        self.bias_BR = bias_where(hidden, self.keys[0].dtype)
 
     def write(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store this token's keys and values; all of the rows' (B, K, R, D) so far."""
@@ -311,3 +275,70 @@ class SuffixCache:
                     tensors[layer] = fresh
                 else:
                     tensors.append(fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class _GrownCaches:
+    """Caches of exactly the size that is needed."""
+
+    prompts: PromptCache
+    suffix: SuffixCache
+
+    def attend(self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+        keys, values = self.suffix.write(layer, k_BKD, v_BKD)
+        suffix = Places(keys, values, self.suffix.bias_BR)
+        return attend(q_BHD, self.prompts.places(layer), suffix, self.prompts.grid)
+
+
+class LiveRows(Protocol):
+    """Responses that decode together, as the engine numbers them: without gaps, the last takes the place of one that
+    ends. Called under torch.inference_mode."""
+
+    def join(self, rollout_id: int, pack: PrefixPack, number: int) -> None:
+        """Prompt `number` of `pack` has rows from now on; nothing to do where it has some already."""
+
+    def leave(self, rollout_id: int) -> None:
+        """The prompt's last row ends, or has ended, before the next step."""
+
+    def add(self, owners: Sequence[int], first_positions: Sequence[int]) -> None:
+        """New rows behind the others: the rollout id and the first response token's position of each."""
+
+    def drop(self, row: int) -> None:
+        """A row ended; the last one takes its number."""
+
+    def forward(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Feed one token per row; (B, V) logits of the next one, to be read before the next call."""
+
+
+class GrownRows:
+    """LiveRows in caches that are made anew when the set of prompts changes, and grow with the longest suffix."""
+
+    def __init__(self, model: DecodeModel, max_tokens: int):
+        self.model, self.prompts, self.suffix = model, PromptCache(model), SuffixCache(model, max_tokens)
+        self.owners: list[int] = []
+        self._moved = False  # rows belong to other cells than in the last step
+
+    def join(self, rollout_id: int, pack: PrefixPack, number: int) -> None:
+        if rollout_id not in self.prompts:
+            self.prompts.add(rollout_id, pack, number)
+
+    def leave(self, rollout_id: int) -> None:
+        self.prompts.remove(rollout_id)
+
+    def add(self, owners: Sequence[int], first_positions: Sequence[int]) -> None:
+        self.owners.extend(owners)
+        self.suffix.grow_rows(len(self.owners), list(first_positions))
+        self._moved = True
+
+    def drop(self, row: int) -> None:
+        last = self.owners.pop()
+        if row < len(self.owners):
+            self.owners[row] = last
+        self.suffix.drop_row(row)
+        self._moved = True
+
+    def forward(self, tokens: Sequence[int]) -> torch.Tensor:
+        if self._moved:
+            self.prompts.assign(self.owners)
+            self._moved = False
+        return self.model.forward(torch.tensor(tokens, device=self.model.policy.device), self.prompts, self.suffix)

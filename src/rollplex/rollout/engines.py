@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rollplex.config import Config
 from rollplex.models.policy import Policy
 from rollplex.models.save import save_without_weights
+from rollplex.rollout.decode_graphs import DecodeGraphs, decode_graphs
 from rollplex.rollout.engine import RolloutEngine, SamplingParams
 from rollplex.rollout.hosted_engine import HostedEngine, HostedRollout
 from rollplex.rollout.hosting import Host, HostSettings
@@ -38,22 +39,25 @@ class Engines(Protocol):
 
 
 class LocalEngines:
-    """The engine on the training weights themselves: nothing to push, nothing to keep."""
+    """The engine on the training weights themselves: nothing to push. `graphs` outlive each rollout; without, nothing
+    is kept."""
 
     reads_prefixes = True
 
-    def __init__(self, policy: Policy, max_rows: int):
-        self.policy, self.max_rows = policy, max_rows
+    def __init__(self, policy: Policy, max_rows: int, graphs: DecodeGraphs | None = None):
+        self.policy, self.max_rows, self.graphs = policy, max_rows, graphs
 
     def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> LocalEngine:
         """An engine that takes prompts' keys and values from `prefix_source`."""
-        return LocalEngine(self.policy, params, max_rows=self.max_rows, prefix_source=prefix_source)
+        return LocalEngine(self.policy, params, max_rows=self.max_rows, prefix_source=prefix_source, graphs=self.graphs)
 
     def sleep(self) -> None:
-        """Nothing is held between rollouts."""
+        """Graphs stay: no plan wants their memory (decode_graphs.py)."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Give back what graphs hold."""
+        if self.graphs is not None:
+            self.graphs.release()
 
 
 class VllmEngines:
@@ -128,8 +132,13 @@ def host_settings(config: Config, model_folder: str) -> HostSettings:
     )
 
 
+def local_engines(config: Config, policy: Policy) -> LocalEngines:
+    """Those of a process that has the whole model, graphed where rollout.decode_graphs and the device allow it."""
+    return LocalEngines(policy, config.rollout.max_decode_rows, decode_graphs(config, policy))
+
+
 def build_engines(config: Config, policy: Policy, processor: Any) -> Engines:
     """The engines that rollout.engine names. Raises ConfigError when vllm is asked for and not installed."""
     if config.rollout.engine == "local":
-        return LocalEngines(policy, config.rollout.max_decode_rows)
+        return local_engines(config, policy)
     return VllmEngines(config, policy, processor)

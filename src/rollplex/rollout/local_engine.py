@@ -19,7 +19,9 @@ from rollplex.errors import EngineError, StateError
 from rollplex.models.partial_attention import accumulation_dtype
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack, compute_prefix
-from rollplex.rollout.decode import DecodeModel, PromptCache, SuffixCache
+from rollplex.rollout.decode import DecodeModel, GrownRows, LiveRows
+from rollplex.rollout.decode_buckets import Limits
+from rollplex.rollout.decode_graphs import DecodeGraphs
 from rollplex.rollout.engine import Finished, SamplingParams
 from rollplex.rollout.sampling import draw, filtered, keyed_uniforms, penalised
 from rollplex.types import FinishReason, PromptSpec, Response
@@ -55,16 +57,27 @@ class LocalEngine:
     """RolloutEngine on the policy's own weights. One engine serves one rollout's sampling parameters at a time."""
 
     def __init__(
-        self, policy: Policy, params: SamplingParams, *, max_rows: int, prefix_source: PrefixSource | None = None
+        self,
+        policy: Policy,
+        params: SamplingParams,
+        *,
+        max_rows: int,
+        prefix_source: PrefixSource | None = None,
+        graphs: DecodeGraphs | None = None,
     ):
+        """graphs: buffers and captured steps to decode with; absent, lean steps in caches of this engine's own."""
         self.policy, self.params, self.max_rows = policy, params, max_rows
         self.prefix_source = prefix_source or self._own_prefix
-        self.model = DecodeModel(policy)
         self.weight_version = policy.weight_version
         self.waiting: deque[_Row] = deque()
         self.rows: list[_Row] = []
-        self.prompts = PromptCache(self.model)
-        self.suffix = SuffixCache(self.model, params.max_tokens)
+        self.live: LiveRows
+        if graphs is None:
+            self.model = DecodeModel(policy)
+            self.live = GrownRows(self.model, params.max_tokens)
+        else:
+            rows = graphs.open(Limits(rows=max_rows, width=params.num_generations, suffix=params.max_tokens))
+            self.model, self.live = rows.caches.model, rows
         self.logits_BV: torch.Tensor | None = None
         self.seen_BV: torch.Tensor | None = None
         self.stop_ids = frozenset(params.stop_token_ids)
@@ -102,8 +115,7 @@ class LocalEngine:
             finished = self._retire()
             self.logits_BV = None
             if self.rows:
-                live_B = torch.tensor([row.tokens[-1] for row in self.rows], device=self.policy.device)
-                self.logits_BV = self.model.forward(live_B, self.prompts, self.suffix)
+                self.logits_BV = self.live.forward([row.tokens[-1] for row in self.rows])
         return finished
 
     def limit(self, _rollout_id: int, _index: int) -> int:
@@ -121,8 +133,7 @@ class LocalEngine:
         if not fresh:
             return
         for row in fresh:
-            if row.prompt.rollout_id not in self.prompts:
-                self.prompts.add(row.prompt.rollout_id, row.prompt.pack, row.prompt.number)
+            self.live.join(row.rollout_id, row.prompt.pack, row.prompt.number)
         hidden_BC = torch.stack([row.prompt.pack.hidden_GC[row.prompt.number] for row in fresh])
         logits_BV = self.model.logits(hidden_BC)
         self.logits_BV = logits_BV if self.logits_BV is None else torch.cat([self.logits_BV, logits_BV])
@@ -132,8 +143,7 @@ class LocalEngine:
                 seen[number, row.prompt.spec.input_ids.to(seen.device)] = True
             self.seen_BV = seen if self.seen_BV is None else torch.cat([self.seen_BV, seen])
         self.rows.extend(fresh)
-        self.suffix.grow_rows(len(self.rows), [row.prompt.spec.next_position for row in fresh])
-        self.prompts.assign([row.rollout_id for row in self.rows])
+        self.live.add([row.rollout_id for row in fresh], [row.prompt.spec.next_position for row in fresh])
 
     def _sample(self) -> None:
         """Append one token and its log-prob to every row. Raises EngineError when a row's logits are not finite."""
@@ -169,7 +179,6 @@ class LocalEngine:
     def _retire(self) -> list[Finished]:
         """Take ended rows out; the last live row fills each hole."""
         finished: list[Finished] = []
-        changed = False
         for slot in range(len(self.rows) - 1, -1, -1):
             row = self.rows[slot]
             stopped = row.tokens[-1] in self.stop_ids
@@ -180,11 +189,8 @@ class LocalEngine:
             finished.append(Finished(row.rollout_id, response))
             row.prompt.remaining -= 1
             if row.prompt.remaining == 0:
-                self.prompts.remove(row.rollout_id)
-            changed = True
+                self.live.leave(row.rollout_id)
             self._swap_out(slot)
-        if changed:
-            self.prompts.assign([row.rollout_id for row in self.rows])
         finished.reverse()
         return finished
 
@@ -192,7 +198,7 @@ class LocalEngine:
         last = self.rows.pop()
         if slot < len(self.rows):
             self.rows[slot] = last
-        self.suffix.drop_row(slot)
+        self.live.drop(slot)
         if self.seen_BV is not None:
             if slot < len(self.rows):
                 self.seen_BV[slot] = self.seen_BV[len(self.rows)].clone()

@@ -1,4 +1,5 @@
-"""Lanes of one device: how much of it each kind of work gets. Beside memory/host_copies.py all there is of torch.cuda.
+"""Lanes of one device: how much of it each kind of work gets. With memory/host_copies.py (copies) and
+rollout/capture.py (graphs) all there is of torch.cuda.
 
 CPU: a budget of threads per lane; torch keeps the number of threads of each calling thread apart. CUDA: streams,
 decoding at high and window passes at low priority. A block ends when its work has ended on the device, so that "done"

@@ -155,7 +155,8 @@ class InProcessExecutor:
         """Start a task, or note it for the next `wait`."""
         task = launch.task
         if task.phase is Phase.DECODE:
-            self._bodies.begin_decode(_group(task))
+            with self._lanes.main():  # what opening an engine begins on the device has ended when decoding reads it
+                self._bodies.begin_decode(_group(task))
             self._decoding.add(_group(task))
         elif task.phase is Phase.REWARD:
             self._rewarding.add(_group(task))

@@ -21,7 +21,7 @@ from rollplex.memory.states import ResidencyStates
 from rollplex.models.policy import Policy
 from rollplex.parallel.team import ALONE, Team
 from rollplex.rollout.engine import SamplingParams
-from rollplex.rollout.engines import Engines, LocalEngines
+from rollplex.rollout.engines import Engines, local_engines
 from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metrics
 from rollplex.runtime.device import DeviceLanes, allocated_bytes, device_lanes
 from rollplex.runtime.executor import InProcessExecutor, WindowThread, prompt_switches
@@ -107,7 +107,7 @@ class Learner:
             decode_threads=config.schedule.decode_threads,
             window_threads=config.schedule.window_threads,
         )
-        self.engines: Engines = engines or LocalEngines(policy, config.rollout.max_decode_rows)
+        self.engines: Engines = engines or local_engines(config, policy)
         if config.schedule.overlap == "on" and not self.lanes.can_overlap:
             raise ConfigError(
                 "schedule.overlap is on, but decoding takes every CPU thread of this run; raise run.num_threads, lower "

@@ -46,6 +46,7 @@ MAY_CHANGE = frozenset(
         "schedule.pass_timeout_s",
         "rewards.on_timeout",
         "rollout.max_decode_rows",
+        "rollout.decode_graphs",
         "train.max_steps",
         "train.micro_batch_tokens",
         "train.prefix_activations",
