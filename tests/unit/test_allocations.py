@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 
+from rollplex.memory import allocations
 from rollplex.memory.allocations import AllocationCounter, MemoryTrace, held_bytes
 from rollplex.memory.ledger import ledger_of
 from rollplex.memory.plan import unplanned
@@ -37,7 +39,7 @@ def test_the_peak_is_that_of_what_was_held_at_once() -> None:
 
 def test_threads_that_count_are_added_up_and_others_are_not() -> None:
     counter = AllocationCounter(CPU)
-    both, done = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+    both, done = threading.Barrier(2, timeout=120), threading.Barrier(2, timeout=120)
 
     def beside() -> None:
         with counter.counting():
@@ -66,6 +68,29 @@ def test_backward_counts() -> None:
         weight.exp().exp().sum().backward()
     assert counter.trace().left_bytes == MIB  # the gradient
     assert counter.trace().peak_bytes >= 3 * MIB  # two saved results and a gradient
+
+
+@pytest.mark.parametrize("late", ["_enable_profiler_legacy", "_disable_profiler_legacy"])
+def test_times_hold_though_the_thread_is_put_aside_beside_the_profiler(
+    late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter, really = AllocationCounter(CPU, to_epoch_s=1000.0), getattr(allocations, late)
+
+    def put_aside(*args: object) -> object:
+        time.sleep(2.0)
+        answer = really(*args)
+        time.sleep(2.0)
+        return answer
+
+    monkeypatch.setattr(allocations, late, put_aside)
+    with counter.counting():
+        before_s = time.monotonic()
+        held = _mib(1)
+        after_s = time.monotonic()
+    times_s, level = counter.trace().times_s, counter.trace().level
+    assert level == (0, MIB) and held.numel() == MIB
+    assert before_s - 1.0 <= times_s[1] - 1000.0 <= after_s + 1.0
+    assert times_s[0] <= times_s[1]
 
 
 def test_storages_count_once() -> None:

@@ -54,10 +54,11 @@ class AllocationCounter:
     Example: with counter.counting(): work(); counter.trace().peak_bytes
     """
 
-    def __init__(self, device: torch.device, base_bytes: int = 0):
-        """base_bytes: held before anything is counted."""
-        self.device, self._base_bytes = device, base_bytes
-        self._began_s = time.time()
+    def __init__(self, device: torch.device, base_bytes: int = 0, *, to_epoch_s: float = 0.0):
+        """base_bytes: held before anything is counted. to_epoch_s: what time.monotonic lacks to the clock of the spans
+        that the trace is held against."""
+        self.device, self._base_bytes, self._to_epoch_s = device, base_bytes, to_epoch_s
+        self._began_s = time.monotonic() + to_epoch_s
         self._lock = threading.Lock()
         self._changes: list[tuple[float, int]] = []
 
@@ -66,12 +67,13 @@ class AllocationCounter:
         """Count what the calling thread allocates and releases in this block. Not to be nested in one thread."""
         # Arguments: shapes off, memory on, stacks off, FLOPs off, modules off.
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        before_s = time.monotonic()
         _enable_profiler_legacy(config)
-        began_s = time.time()
         try:
             yield
         finally:
-            changes = self._read(_disable_profiler_legacy(), began_s)
+            end_s = time.monotonic()
+            changes = self._read(_disable_profiler_legacy(), before_s, end_s)
             with self._lock:
                 self._changes += changes
 
@@ -82,10 +84,12 @@ class AllocationCounter:
         levels = accumulate((change for _, change in changes), initial=self._base_bytes)
         return MemoryTrace((self._began_s, *(moment for moment, _ in changes)), tuple(levels))
 
-    def _read(self, threads: list[list[ProfilerEvent]], began_s: float) -> list[tuple[float, int]]:
+    def _read(self, threads: list[list[ProfilerEvent]], before_s: float, end_s: float) -> list[tuple[float, int]]:
         changes: list[tuple[float, int]] = []
         for events in threads:
-            first = next(event for event in events if event.name() == "__start_profile")
+            first, last = (next(e for e in events if e.name() == f"__{end}_profile") for end in ("start", "stop"))
+            # It began after `before_s` and ended after `end_s`: at once, unless the system put the thread aside there.
+            began_s = max(before_s, end_s - first.cpu_elapsed_us(last) * 1e-6) + self._to_epoch_s
             for event in events:
                 if str(event.kind()) == "memory_alloc":
                     on_gpu = self.device.type == "cuda"

@@ -133,7 +133,7 @@ class Learner:
             device = self.policy.device
             before = allocated_bytes(device)
             held = held_bytes(self._lasting_tensors(), device) if before is None else before
-            watch.allocations = AllocationCounter(device, held)
+            watch.allocations = AllocationCounter(device, held, to_epoch_s=watch.to_epoch_s)
         with watch.counting(), prompt_switches():
             outcome, sample = self._step(next_slots, state, watch)
         if watch.allocations is None or not outcome.groups:

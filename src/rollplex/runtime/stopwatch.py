@@ -11,6 +11,12 @@ from rollplex.memory.allocations import AllocationCounter
 from rollplex.trace import Span
 
 
+def _to_epoch_s() -> float:
+    """What time.monotonic lacks to time.time. The most of a few looks: a thread that the system puts aside between its
+    two clocks sees less."""
+    return max(time.time() - time.monotonic() for _ in range(5))
+
+
 @dataclass
 class Stopwatch:
     """Sums seconds per phase name that the main thread spent (`metrics`), and keeps what ran when (`spans`).
@@ -24,7 +30,7 @@ class Stopwatch:
     spans: list[Span] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     allocations: AllocationCounter | None = None  # of a step whose memory is counted
-    to_epoch_s: float = field(default_factory=lambda: time.time() - time.monotonic())  # so that resumed runs line up
+    to_epoch_s: float = field(default_factory=_to_epoch_s)  # so that resumed runs line up
 
     @contextmanager
     def phase(self, name: str, *, lane: str = "main", group: int | None = None, traced: bool = True) -> Iterator[float]:
