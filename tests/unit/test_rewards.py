@@ -26,6 +26,7 @@ from rollplex.types import Example, FinishReason, Group, PromptSpec, Response, V
 STATE = TrainerState(global_step=3, max_steps=9)
 RED = Image.new("RGB", (3, 2), (255, 0, 0))
 BLUE = Image.new("RGB", (5, 4), (0, 0, 255))
+PATIENCE_S = 120.0  # for what comes at once unless something hangs
 CLIP = VideoClip(np.zeros((2, 4, 4, 3), np.uint8), 2.0, (0, 1), 2, "clip")
 
 
@@ -46,7 +47,7 @@ def score(runner: RewardRunner, group: Group | None = None, texts: list[str] | N
     group = group or make_group()
     texts = texts or [f"text {i}" for i in range(len(group.responses))]
     try:
-        return runner.submit(group, texts, STATE).result(timeout_s=20)
+        return runner.submit(group, texts, STATE).result(timeout_s=PATIENCE_S)
     finally:
         runner.close()
 
@@ -101,16 +102,19 @@ def test_string_row_gets_strings_and_no_hidden_columns() -> None:
 
 
 def test_functions_cannot_disturb_each_other_through_their_arguments() -> None:
+    spoilt = threading.Event()
+
     def vandal(prompts: Any, completions: Any, completion_ids: Any, images: Any, answer: Any, **_: Any) -> list[float]:
         prompts[0][0]["content"].clear()
         completions[0][0]["content"] = "spoilt"
         completion_ids[0].clear()
         images[0].clear()
         answer.clear()
+        spoilt.set()
         return [0.0] * len(completions)
 
     def honest(prompts: Any, completions: Any, completion_ids: Any, images: Any, answer: Any, **_: Any) -> list[float]:
-        time.sleep(0.1)
+        assert spoilt.wait(PATIENCE_S)
         whole = len(prompts[0][0]["content"]) == 3 and completions[0][0]["content"] == "text 0"
         return [float(whole and len(ids) == 2 and len(i) == 2 and len(answer) == 3) for ids, i in
                 zip(completion_ids, images, strict=True)]  # fmt: skip
@@ -188,7 +192,7 @@ def test_exception_is_chained_and_the_runner_stays_usable(error: BaseException, 
     runner = RewardRunner(RewardConfig(), [bad_async if is_async else bad])
     first = runner.submit(make_group(), ["a", "b", "c"], STATE)
     with pytest.raises(RewardError, match=r"row 7 \(rollout 42\).*'bad.*boom") as caught:
-        first.result(timeout_s=10)
+        first.result(timeout_s=PATIENCE_S)
     assert type(caught.value.__cause__) is type(error)
     assert score(runner).rewards == (1.0, 1.0, 1.0)
 
@@ -208,7 +212,7 @@ def test_seconds_end_with_the_answer_not_with_the_wait(is_async: bool) -> None:
         time.sleep(0.01)
     answered = time.monotonic() - began
     time.sleep(0.3)
-    assert 0.0 < pending.result(timeout_s=10).seconds <= answered
+    assert 0.0 < pending.result(timeout_s=PATIENCE_S).seconds <= answered
 
 
 def test_log_extra_of_wrong_length_is_an_error() -> None:
@@ -225,10 +229,15 @@ def test_column_named_like_a_keyword_is_refused() -> None:
         run(lambda **_: [0.0] * 3, group=make_group(columns={"completions": 1, "trainer_state": 2}))
 
 
-def hang_on_rollout_0(release: threading.Event) -> Any:
+# Deadline of calls one of which hangs. The others return at once, and a busy machine must not keep them for as long.
+LIMIT_S = 3.0
+
+
+def hang_on_rollout_0(release: threading.Event, ended: list[int]) -> Any:
     def hang(prompts: Any, rollout: Any, **_: Any) -> list[float]:
         if rollout[0] == 0:
-            release.wait(30)
+            release.wait(PATIENCE_S)
+        ended.append(rollout[0])
         return [float(rollout[0])] * len(prompts)
 
     return hang
@@ -239,11 +248,12 @@ def test_G24_endless_call_is_bounded_marked_and_leaves_others_unharmed(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """G24: one sample's reward never returns; its rewards are None and counted, all others are scored."""
-    release = threading.Event()
-    hang = hang_on_rollout_0(release)
+    release, ended = threading.Event(), list[int]()
+    hang = hang_on_rollout_0(release, ended)
 
     async def hang_async(prompts: Any, rollout: Any, **_: Any) -> list[float]:
-        await asyncio.sleep(30 if rollout[0] == 0 else 0.05)
+        await asyncio.sleep(PATIENCE_S if rollout[0] == 0 else 0.05)
+        ended.append(rollout[0])
         return [float(rollout[0])] * len(prompts)
 
     async def block(**keywords: Any) -> list[float]:
@@ -254,13 +264,12 @@ def test_G24_endless_call_is_bounded_marked_and_leaves_others_unharmed(
         return [100.0] * len(prompts)
 
     function = {"sync": hang, "async": hang_async, "async_that_blocks_its_loop": block}[kind]
-    runner = RewardRunner(RewardConfig(timeout_s=0.4, on_timeout="none"), [function, other])
-    began = time.monotonic()
+    runner = RewardRunner(RewardConfig(timeout_s=LIMIT_S, on_timeout="none"), [function, other])
     groups = [make_group(row=i, rollout_id=i, columns={"rollout": i}) for i in range(4)]
     with caplog.at_level(logging.WARNING):
         pending = [runner.submit(group, ["a", "b", "c"], STATE) for group in groups]
         scores = [p.result(runner.longest_wait_s(4)) for p in pending]
-    assert time.monotonic() - began < 6
+    assert 0 not in ended  # nobody has waited for the end of that call
     name = function.__name__
     assert scores[0].parts == {name: (None,) * 3, "other": (100.0,) * 3} and scores[0].timeouts == 1
     assert scores[0].rewards == (100.0,) * 3
@@ -269,19 +278,20 @@ def test_G24_endless_call_is_bounded_marked_and_leaves_others_unharmed(
     assert "row 0 (rollout 0)" in caplog.text and name in caplog.text
     late = runner.submit(make_group(rollout_id=5, columns={"rollout": 5}), ["a", "b", "c"], STATE)
     release.set()
-    assert late.result(timeout_s=10).rewards == (105.0,) * 3
+    assert late.result(timeout_s=PATIENCE_S).rewards == (105.0,) * 3
     runner.close()
 
 
 def test_G24_timeout_error_mode_names_all_and_ends_the_wait_at_once() -> None:
-    release = threading.Event()
+    release, ended = threading.Event(), list[str]()
 
     def hang(**_: Any) -> list[float]:
-        release.wait(30)
+        release.wait(PATIENCE_S)
         return []
 
     def slow(**_: Any) -> list[float]:
-        release.wait(5)
+        release.wait(PATIENCE_S)
+        ended.append("slow")
         return [0.0] * 3
 
     def broken(**_: Any) -> list[float]:
@@ -290,10 +300,9 @@ def test_G24_timeout_error_mode_names_all_and_ends_the_wait_at_once() -> None:
     runner = RewardRunner(RewardConfig(timeout_s=0.3), [hang])
     with pytest.raises(DeadlineError, match=r"row 7 \(rollout 42\).*'hang'.*timeout_s=0.3.*on_timeout=none"):
         score(runner)
-    began = time.monotonic()
     with pytest.raises(RewardError, match="broken"):
         run(slow, broken)
-    assert time.monotonic() - began < 3
+    assert ended == []  # the error has not waited for the slow one
     release.set()
 
 
@@ -315,7 +324,7 @@ def test_G24_works_off_the_main_thread_and_an_alarm_based_checker_is_an_error_no
 
     thread = threading.Thread(target=call)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert seen[0] == (1.0, 1.0, 1.0)
     assert isinstance(seen[1], RewardError) and "main thread" in str(seen[1])
 
@@ -335,22 +344,20 @@ def test_G24_a_hung_reward_does_not_keep_the_interpreter_alive(kind: str) -> Non
                 time.sleep(0.05)
         pending = RewardRunner(RewardConfig(timeout_s=0.2), [hang]).submit(group, ["a"], TrainerState(0, 1))
         try:
-            pending.result(timeout_s=5)
+            pending.result(timeout_s=100)
         except DeadlineError:
             print("bounded", flush=True)
     """
-    began = time.monotonic()
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.strip() == "bounded", done.stderr
-    assert time.monotonic() - began < 45
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0 and done.stdout.strip() == "bounded", done.stderr  # its function never returns
 
 
 def test_waiting_has_its_own_deadline_and_close_ends_it() -> None:
     release = threading.Event()
 
     def hang(**_: Any) -> list[float]:
-        release.wait(30)
+        release.wait(PATIENCE_S)
         return [0.0] * 3
 
     runner = RewardRunner(RewardConfig(), [hang])
@@ -360,7 +367,7 @@ def test_waiting_has_its_own_deadline_and_close_ends_it() -> None:
         pending.result(timeout_s=0.1)
     runner.close()
     with pytest.raises(StateError, match="closed"):
-        pending.result(timeout_s=5)
+        pending.result(timeout_s=PATIENCE_S)
     with pytest.raises(StateError, match="rollout 42"):
         runner.submit(make_group(), ["a", "b", "c"], STATE)
     release.set()
@@ -368,11 +375,15 @@ def test_waiting_has_its_own_deadline_and_close_ends_it() -> None:
 
 def test_async_calls_run_together_and_share_one_loop_and_sync_calls_never_overlap() -> None:
     loops = set()
-    running, overlaps = [0], [0]
+    running, overlaps, waiting = [0], [0], [0]
+    all_there = asyncio.Event()
 
     async def judge(**_: Any) -> list[float]:
         loops.add(id(asyncio.get_running_loop()))
-        await asyncio.sleep(0.3)
+        waiting[0] += 1
+        if waiting[0] == 6:
+            all_there.set()
+        await all_there.wait()  # one after the other they would never all be there
         return [0.0] * 3
 
     def plain(**_: Any) -> list[float]:
@@ -383,10 +394,8 @@ def test_async_calls_run_together_and_share_one_loop_and_sync_calls_never_overla
         return [0.0] * 3
 
     runner = RewardRunner(RewardConfig(), [judge, plain])
-    began = time.monotonic()
     for pending in [runner.submit(make_group(rollout_id=i), ["a", "b", "c"], STATE) for i in range(6)]:
-        pending.result(timeout_s=10)
-    assert time.monotonic() - began < 1.5  # one after the other: 1.8 s for judge alone
+        pending.result(timeout_s=PATIENCE_S)
     assert len(loops) == 1 and overlaps == [0]
     runner.close()
 
