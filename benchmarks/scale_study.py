@@ -24,7 +24,7 @@ from rollplex.planner.fit import Fit
 from rollplex.planner.hardware import hardware
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.search import GIB, Fitting, cap_of, on_devices, step_seconds
-from rollplex.planner.workload import COLOCATED, SIMULATED, Arrangement, Assumptions, Workload
+from rollplex.planner.workload import COLOCATED, POOLS, Arrangement, Assumptions, Workload
 from rollplex.recipes.load import load_config
 from rollplex.recipes.packaged import packaged_recipe
 
@@ -34,6 +34,8 @@ ROLLOUT_TP = 4
 # Training's degrees, tensor x context: the first under which a case fits.
 TRAIN = ((8, 1), (8, 2), (8, 4))
 SPLITS = (2, 4, 6)  # eighths of the devices that sample: whole replicas of 8 on 32 devices
+# Not `hybrid`: its blocks would have other degrees than those of the rest, to divide the prompts.
+SCHEDULES = (*COLOCATED, *POOLS)
 MOST_SEARCHED = 512  # GPUs up to which the split is looked for
 
 
@@ -141,7 +143,7 @@ class Study:
         return fits
 
 
-def simulate_case(case: Case, gpus: Sequence[int] = GPUS, schedules: Sequence[str] = SIMULATED) -> list[dict[str, Any]]:
+def simulate_case(case: Case, gpus: Sequence[int] = GPUS, schedules: Sequence[str] = SCHEDULES) -> list[dict[str, Any]]:
     """Rows of one case: by GPUs, then by schedule; those that do not fit are left out."""
     rows, best_split = list[dict[str, Any]](), dict[str, int | None]()
     for count in gpus:
@@ -168,11 +170,11 @@ def by_gpus(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[str, Any
 def seconds_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Seconds of a step of each schedule, and of `stream` over `serial`, in Markdown."""
     lines = [
-        "| GPUs | prompts | " + " | ".join(SIMULATED) + " | stream over serial |",
-        "|---" * (len(SIMULATED) + 3) + "|",
+        "| GPUs | prompts | " + " | ".join(SCHEDULES) + " | stream over serial |",
+        "|---" * (len(SCHEDULES) + 3) + "|",
     ]
     for gpus, row in by_gpus(rows).items():
-        cells = [f"{row[name]['seconds']:.1f}" if name in row else "does not fit" for name in SIMULATED]
+        cells = [f"{row[name]['seconds']:.1f}" if name in row else "does not fit" for name in SCHEDULES]
         gain = (
             f"{row['serial']['seconds'] / row['stream']['seconds']:.2f}" if {"serial", "stream"} <= row.keys() else "-"
         )

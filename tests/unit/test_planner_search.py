@@ -74,6 +74,7 @@ def test_every_arrangement_uses_all_devices_and_divides_the_model() -> None:
     assert (splits(32), splits(2), splits(1)) == ([4, 8, 12, 16, 20, 24, 28], [1], [])
     few = arrangements(degrees_of(workload), 3, 8)
     assert few.left_out["whose replicas do not divide the prompts"] > 0
+    assert all(plan.schedule != "hybrid" for plan in arrangements(degrees_of(_workload(8, "beta=0")), 8, 8).plans)
     assert all(3 % plan.train.data == 0 for plan in few.plans if not plan.pools)
 
 
@@ -102,11 +103,9 @@ def test_no_simulation_is_faster_than_its_bound() -> None:
     workload = _workload(8)
     bound = StepBound(workload, range(1, STEPS))
     plans = arrangements(degrees_of(workload), 8, 8).plans
-    checked = set()
-    for plan in plans[::2]:
-        checked.add(plan.schedule)
+    assert {plan.schedule for plan in plans} == set(SIMULATED)
+    for plan in plans:
         assert 0.97 * bound.seconds(plan) <= step_seconds(workload, plan), plan
-    assert checked == set(SIMULATED)
 
 
 def test_pruning_loses_nothing(found: Search) -> None:
@@ -151,7 +150,7 @@ def test_every_second_and_byte_is_accounted_for(found: Search) -> None:
 def test_a_schedule_without_an_arrangement_says_why(found: Search) -> None:
     assert found.missing == {}
     one = search(_config(), 1, H800, keep=1)
-    assert one.missing.keys() == {"disaggregated", "rolloutpipe", "async"}
+    assert one.missing.keys() == {"hybrid", "disaggregated", "rolloutpipe", "async"}
     assert all("two devices" in reason for reason in one.missing.values())
     seven = search(_config(), 7, H800, keep=1)  # replicas of 7 devices, or 7 of one: neither divides 8 prompts
     assert seven.missing.keys() == {"serial", "rollplex", "stream"}
@@ -194,6 +193,36 @@ def test_pools_share_no_weights_and_divide_the_records() -> None:
     assert "actor weights, training layout" in {record.name for record in training.records}
     choices = [c.policy for need in (training, rollout) for r in need.records if "actor w" in r.name for c in r.choices]
     assert choices == ["keep", "keep"]
+
+
+def test_a_reference_of_its_own_takes_its_memory_and_its_passes_along() -> None:
+    workload = _workload(8)
+    reference = Parallel(2, data=2)
+    plan = Arrangement("hybrid", Parallel(4), Parallel(2, data=2), reference)
+    block, pool = needs(workload.shape, workload.counts, H800.hardware, plan)
+    assert not any(record.name.startswith("reference") for record in block.records)
+    assert {"reference weights", "reference boundary", "logits"} <= {record.name for record in pool.records}
+    assert not any("actor" in record.name or "optimizer" in record.name for record in pool.records)
+    weights = {record.name: record.nbytes for need in (block, pool) for record in need.records}
+    assert weights["reference weights"] > weights["actor weights, training layout"]  # TP2 against TP4
+    run = workload.on(plan).simulate(1, traced=(0,))
+    apart = {span.lane for span in run.spans if span.name in ("ref_prefix", "ref_response")}
+    assert apart == {"window"}
+    without = _workload(8, "beta=0").on(Arrangement("serial", plan.train, plan.rollout)).simulate(1)
+    assert run.seconds_per_step == without.seconds_per_step  # all of it is hidden
+
+
+@pytest.mark.parametrize(
+    ("schedule", "scoring", "message"),
+    [
+        ("hybrid", None, "'hybrid' needs them"),
+        ("serial", Parallel(2), "the others have none"),
+        ("hybrid", Parallel(1, data=3), "3 replicas of the reference cannot be shared evenly by 2 blocks"),
+    ],
+)
+def test_references_that_nobody_or_not_all_can_use(schedule: str, scoring: Parallel | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Arrangement(schedule, Parallel(2, data=2), Parallel(2, data=2), scoring)
 
 
 def test_a_cap_of_the_recipe_or_of_the_device() -> None:

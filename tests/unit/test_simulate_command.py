@@ -33,6 +33,7 @@ def test_all_schedules_and_their_order() -> None:
     seconds = {name: _seconds("--schedule", name) for name in SIMULATED}
     assert seconds["stream"] <= seconds["rollplex"] <= seconds["serial"] < seconds["disaggregated"]
     assert seconds["rolloutpipe"] < seconds["disaggregated"]
+    assert seconds["serial"] < seconds["hybrid"]  # half of the devices then only score
     assert set(SIMULATED) >= set(POOL_SCHEDULES)
 
 
@@ -56,16 +57,18 @@ def test_chart_and_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--schedule", "strem"), "--schedule is 'strem'; needed one of serial, rollplex, stream, disaggregated"),
+        (("--schedule", "strem"), "--schedule is 'strem'; needed one of serial, rollplex, stream, hybrid, disag"),
         (("--hardware", "h9"), "--hardware is 'h9'"),
         (("--schedule", "async", "--rollout-devices", "30"), "no whole engines of 4 and training replicas of 8"),
         (("rollout.prompts_per_step=30",), "not a multiple of the 4 training replicas"),
         (("algorithm.num_iterations=2",), "set both to 1"),
         (("--steps", "0"), "--steps is 0"),
+        (("--schedule", "hybrid", "memory.devices=8"), "of 1 replicas of 8 devices"),
+        (("--schedule", "hybrid", "beta=0"), "algorithm.beta 0 has none"),
     ],
 )
 def test_what_it_refuses(args: tuple[str, ...], message: str) -> None:
-    result = _simulate(SMALL[0], *args[-1:] if "=" in args[0] else args)
+    result = _simulate(SMALL[0], *args)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 

@@ -9,7 +9,8 @@ Degrees of each side, which all divide what they are of:
     data      what is left: whole replicas
 
 Colocated, the rollout's tensor, pipeline and expert degrees divide training's (one backing for both, weights/layout.py)
-and the blocks divide the prompts. Pools are split at eighths of the devices.
+and the blocks divide the prompts. Pools are split at eighths of the devices; a pool of the reference beside colocated
+blocks (`hybrid`) has one to four of them, tensor and data parallelism only, and replicas that blocks can share evenly.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from dataclasses import dataclass, field
 
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.parallel import Parallel
-from rollplex.planner.workload import COLOCATED, SIMULATED, Arrangement
+from rollplex.planner.workload import COLOCATED, HYBRID, POOLS, Arrangement
 
 _SPLITS = 8
+_REFERENCE_SPLITS = 4  # a forward pass over the same tokens is a third of what training computes
 # An assumption: with fewer tokens a device the ring waits for its latencies, and the search only grows.
 LEAST_PART = 4096
 
@@ -42,12 +44,13 @@ class Considered:
 class Degrees:
     """The degrees to choose from for one model and step. Example: Degrees(counts, prompt_tokens=8192).sides(32)
 
-    prompt_tokens: of the longest prompt. sequence: training's sequence parallelism.
+    prompt_tokens: of the longest prompt. sequence: training's sequence parallelism. reference: whether there is one.
     """
 
     counts: ModelCounts
     prompt_tokens: int
     sequence: bool = True
+    reference: bool = True
 
     def training(self, devices: int) -> Iterator[Parallel]:
         """All degrees of training on exactly `devices` devices."""
@@ -83,15 +86,31 @@ def arrangements(degrees: Degrees, prompts: int, devices: int) -> Considered:
             found.leave_out("whose replicas do not divide the prompts", len(COLOCATED))
         else:
             found.plans += [Arrangement(name, train, rollout) for name in COLOCATED]
+    if degrees.reference:
+        _add_hybrid(found, degrees, prompts, devices)
     for sampling in splits(devices):
         rollouts = list(degrees.rollout(sampling))
         for train in degrees.training(devices - sampling):
             for rollout in rollouts:
                 if prompts < max(train.data, rollout.data):
-                    found.leave_out("with more replicas than prompts", len(SIMULATED) - len(COLOCATED))
+                    found.leave_out("with more replicas than prompts", len(POOLS))
                 else:
-                    found.plans += [Arrangement(n, train, rollout) for n in SIMULATED if n not in COLOCATED]
+                    found.plans += [Arrangement(name, train, rollout) for name in POOLS]
     return found
+
+
+def _add_hybrid(found: Considered, degrees: Degrees, prompts: int, devices: int) -> None:
+    for reference in splits(devices)[:_REFERENCE_SPLITS]:
+        scorings = [p for p in degrees.training(reference) if p.pipeline == p.context == p.expert == 1]
+        for train, rollout in _colocated(degrees, devices - reference):
+            if prompts % train.data:
+                found.leave_out("whose replicas do not divide the prompts", len(scorings))
+                continue
+            for scoring in scorings:
+                if scoring.data % train.data and train.data % scoring.data:
+                    found.leave_out("whose blocks cannot share the reference evenly")
+                else:
+                    found.plans.append(Arrangement(HYBRID, train, rollout, scoring))
 
 
 def splits(devices: int) -> list[int]:

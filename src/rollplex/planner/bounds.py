@@ -15,7 +15,8 @@ are its groups, each on one replica; a response's tokens are a chain of their ow
 A decode step's depth is what it takes for a single row: weights, launches, collectives, sampling. What a token adds on
 its own (operations, cache) is work. The lower bound counts operations and cache reads as overlapping, the upper as
 not: both kinds of kernel are in a step. The bound assumes that groups may run on any replica; the estimate has them
-assigned beforehand, so it can exceed the upper bound where loads are uneven, and the table then shows it.
+assigned beforehand, so it can exceed the upper bound where loads are uneven, and the table then shows it. A reference
+with devices of its own is a stage of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollplex.planner.cost import StepCost
+from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.decoding import Rows
-from rollplex.schedule.spec import PREFIXES, Phase, Task
+from rollplex.schedule.spec import PREFIXES, REFERENCE, Phase, Task
 
-_SCORING = (Phase.REF_PREFIX, Phase.ACTOR_PREFIX, Phase.REF_RESPONSE)
 _TRAINING = (Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)
 
 
@@ -55,12 +55,13 @@ class Stage:
 
 def stages(cost: StepCost) -> tuple[Stage, ...]:
     """The stages of a serial step, the estimate of each with its groups dealt out in turn."""
+    apart = () if cost.scoring is None else (_on(cost, cost.scoring, "reference", REFERENCE),)
+    name, phases = ("prefixes", PREFIXES[1:]) if apart else ("scoring and prefixes", (*REFERENCE, *PREFIXES[1:]))
     return (
         _generation(cost),
         _passes(cost, "reward", (Phase.REWARD,), devices=len(cost.groups), replica=1),
-        _passes(
-            cost, "scoring and prefixes", _SCORING, devices=cost.train.plan.devices, replica=cost.train.plan.replica
-        ),
+        *apart,
+        _on(cost, cost.train, name, phases),
         _training(cost),
         Stage("publish", cost.rollout.plan.devices, 0.0, 0.0, cost.publish.total, cost.publish.total),
     )
@@ -98,9 +99,12 @@ def _passes(cost: StepCost, name: str, phases: Iterable[Phase], *, devices: int,
     return Stage(name, devices, sum(each) * replica, sum(each) * replica, max(each), estimate)
 
 
+def _on(cost: StepCost, side: Side, name: str, phases: Iterable[Phase]) -> Stage:
+    return _passes(cost, name, phases, devices=side.plan.devices, replica=side.plan.replica)
+
+
 def _training(cost: StepCost) -> Stage:
-    plan = cost.train.plan
-    stage = _passes(cost, "training", _TRAINING, devices=plan.devices, replica=plan.replica)
+    stage = _on(cost, cost.train, "training", _TRAINING)
     step = cost.optimizer.total
     return Stage(
         stage.name, stage.devices, stage.work_s, stage.most_work_s, stage.depth_s + step, stage.estimate_s + step

@@ -21,12 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
-from rollplex.planner.cost import Seconds, StepCost
+from rollplex.planner.cost import Seconds, Side, StepCost
 from rollplex.planner.parallel import gradient_traffic, sweep_traffic
 from rollplex.planner.passes import passes
 from rollplex.planner.search import STEPS, judged, run_steps
 from rollplex.planner.workload import Arrangement, Workload
-from rollplex.schedule.spec import PER_STEP, Phase, Task
+from rollplex.schedule.spec import PER_STEP, REFERENCE, Phase, Task
 from rollplex.trace import Span
 
 CAUSES: dict[str, tuple[str, ...]] = {
@@ -89,10 +89,14 @@ def breakdown(workload: Workload, plan: Arrangement, moves_s: float) -> Breakdow
 def traffic(cost: StepCost) -> dict[str, float]:
     """Bytes of a step on one device: collectives by side and axis, gradients, weights published, copies to the host."""
     found = defaultdict[str, float](float)
-    for name, side, phases in (
+    trained = [p for p in Phase if p not in (*_SAMPLING, Phase.REWARD, *PER_STEP) and cost.side(p) is cost.train]
+    sides: list[tuple[str, Side, Sequence[Phase]]] = [
         ("rollout", cost.rollout, _SAMPLING),
-        ("training", cost.train, tuple(p for p in Phase if p not in (*_SAMPLING, Phase.REWARD, *PER_STEP))),
-    ):
+        ("training", cost.train, trained),
+    ]
+    if cost.scoring is not None:
+        sides.append(("reference", cost.scoring, REFERENCE))
+    for name, side, phases in sides:
         for group, count in Counter(cost.groups).items():
             for phase in phases:
                 for one in passes(phase, group, side.counts, cost.algorithm):

@@ -21,7 +21,7 @@ from rollplex.planner.parallel import Parallel, gradient_traffic, network_second
 from rollplex.planner.passes import Algorithm, Pass, optimizer_bytes, passes
 from rollplex.planner.work import Work
 from rollplex.schedule.scripted import Durations
-from rollplex.schedule.spec import Phase, Task
+from rollplex.schedule.spec import REFERENCE, Phase, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,7 @@ class StepCost:
     (decoding.py). engines: rollout engines, `rollout.plan.data` of them; group g decodes on engine g mod engines, with
     all groups of that engine. publish_bytes: what the busiest rollout device receives (publishing.py), over the link
     within a node or between nodes. host_state_bytes: optimizer state of a device that streams from the host and back.
+    scoring: where the reference has devices of its own; None: on training's.
     """
 
     train: Side
@@ -166,6 +167,17 @@ class StepCost:
     publish_bytes: float = 0.0
     publish_within_node: bool = True
     host_state_bytes: float = 0.0
+    scoring: Side | None = None
+
+    def side(self, phase: Phase) -> Side:
+        """The devices that run a pass of `phase`."""
+        if phase is Phase.PREFILL:
+            return self.rollout
+        return self.scoring if self.scoring is not None and phase in REFERENCE else self.train
+
+    def micro_batches(self, side: Side) -> int:
+        """Tasks of a phase that follow each other through a pipeline: groups of a replica."""
+        return max(1, len(self.groups) // side.plan.data)
 
     def task(self, task: Task) -> Seconds:
         """Where the time of one task goes. PREFILL, DECODE: on one engine; other passes: on one training replica."""
@@ -178,9 +190,9 @@ class StepCost:
             return self.decode(task.group)
         if task.phase is Phase.REWARD:
             return Seconds(host=self.reward_s)
-        side = self.rollout if task.phase is Phase.PREFILL else self.train
+        side = self.side(task.phase)
         found = passes(task.phase, self.groups[task.group], side.counts, self.algorithm)
-        batches = self._micro_batches
+        batches = self.micro_batches(side)
         return sum((side.seconds(one, batches) for one in found), Seconds())
 
     def durations(self) -> Durations:
@@ -242,11 +254,6 @@ class StepCost:
             return Seconds()
         link = hardware.intra if self.publish_within_node else hardware.inter
         return Seconds(network=self.publish_bytes / (link.bandwidth * hardware.efficiency.link) + link.latency_s)
-
-    @cached_property
-    def _micro_batches(self) -> int:
-        """Tasks of a phase that follow each other through a pipeline: groups of a replica."""
-        return max(1, len(self.groups) // self.train.plan.data)
 
     def _typical_step(self, group: int) -> Seconds:
         """A decode step of the group's engine with all rows half way, for where the time goes."""

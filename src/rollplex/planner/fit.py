@@ -2,9 +2,10 @@
 
 Records are those of memory/contract.py under tensor x data parallelism, with a pipeline applied (divided.py):
 
-    colocated      every device holds all records
-    training pool  all but the rollout's cache, workspace and weights
-    rollout pool   only these
+    colocated       every device holds all records (hybrid: but those of the reference)
+    training pool   all but the rollout's cache, workspace and weights
+    rollout pool    only these
+    reference pool  the reference's weights and boundaries, and what one of its passes needs
 
 Colocated, the two weight layouts are one backing, which takes the rollout's degrees to divide training's: its shard
 then has all rows of training's. Two pools have a copy each.
@@ -13,18 +14,21 @@ then has all rows of training's. Two pools have a copy each.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from math import ceil
 
 from rollplex.memory.contract import step_records
 from rollplex.memory.plan import MemoryPlan, plan_under, smallest_cap, unplanned
-from rollplex.memory.records import MemoryRecord, Policy, held_in
+from rollplex.memory.records import MemoryRecord, ObjectClass, Policy, held_in
 from rollplex.memory.step_shape import Hardware as CopyRates
 from rollplex.memory.step_shape import StepShape
 from rollplex.memory.timeline import SERIAL, STREAM, TIMELINES, Timeline
 from rollplex.planner.divided import divided
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import Hardware
+from rollplex.planner.parallel import Parallel
 from rollplex.planner.workload import Arrangement
+from rollplex.schedule.spec import REFERENCE, Phase
 
 # A unit is scored and trained on while others are; every other pool trains phase by phase.
 _POOL_TIMELINES = {"rolloutpipe": STREAM}
@@ -36,7 +40,7 @@ _ENGINE = "rollout "  # how the records of the cache and the workspace begin
 class Need:
     """What one kind of device would hold, before anything is decided."""
 
-    where: str  # "every device", "training pool", "rollout pool"
+    where: str  # "every device", "training pool", "rollout pool", "sampling and training", "reference pool"
     records: tuple[MemoryRecord, ...]
     timeline: Timeline
 
@@ -102,7 +106,8 @@ class Fit:
 
 def needs(shape: StepShape, counts: ModelCounts, hardware: Hardware, plan: Arrangement) -> tuple[Need, ...]:
     """What each kind of device holds under `plan`. shape: of the step; its devices and degrees become the plan's."""
-    records = _Records(shape, counts, hardware, plan)
+    own = shape if plan.scoring is None else dataclasses.replace(shape, reference=False)
+    records = _Records(own, counts, hardware, plan, plan.train)
     if plan.pools:
         timeline = _POOL_TIMELINES.get(plan.schedule, SERIAL)
         training = tuple(record for record in records.of_training(timeline) if record.name != _ROLLOUT_WEIGHTS)
@@ -110,9 +115,14 @@ def needs(shape: StepShape, counts: ModelCounts, hardware: Hardware, plan: Arran
             Need("training pool", tuple(map(_own_copy, training)), timeline),
             Need("rollout pool", tuple(map(_own_copy, records.of_rollout(SERIAL))), SERIAL),
         )
-    timeline = TIMELINES[plan.schedule]
+    timeline = TIMELINES.get(plan.schedule, SERIAL)
     rollout = [record for record in records.of_rollout(timeline) if record.name != _ROLLOUT_WEIGHTS]
-    return (Need("every device", (*records.of_training(timeline), *rollout), timeline),)
+    held = (*records.of_training(timeline), *rollout)
+    if plan.scoring is None:
+        return (Need("every device", held, timeline),)
+    # The reference works whenever groups are complete, and holds all that it works on.
+    reference = _Records(shape, counts, hardware, plan, plan.scoring).of_reference(SERIAL)
+    return (Need("sampling and training", held, timeline), Need("reference pool", reference, SERIAL))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,10 +131,11 @@ class _Records:
     counts: ModelCounts
     hardware: Hardware
     plan: Arrangement
+    train: Parallel  # of the devices whose passes are counted
 
     def of_training(self, timeline: Timeline) -> list[MemoryRecord]:
         """Weights in both layouts, and all that training holds."""
-        train, rollout = self.plan.train, self.plan.rollout
+        train, rollout = self.train, self.plan.rollout
         # Pools: the rollout's degree has no say; training's own keeps the counts of the other pool out of the way.
         sampling = train.tensor if self.plan.pools else rollout.tensor
         shape = self._shape(train.tensor * train.data, train.tensor, sampling)
@@ -136,6 +147,18 @@ class _Records:
         shape = self._shape(rollout.tensor * rollout.data, rollout.tensor, rollout.tensor)
         held = self._counted(shape, timeline)
         return [record for record in held if record.name.startswith((_ENGINE, _ROLLOUT_WEIGHTS))]
+
+    def of_reference(self, timeline: Timeline) -> tuple[MemoryRecord, ...]:
+        """The reference's weights and boundaries, and of all that a pass needs what its own phases hold."""
+        train = self.train
+        shape = self._shape(train.tensor * train.data, train.tensor, train.tensor)
+        found = []
+        for record in self._counted(shape, timeline):
+            if record.name.startswith("reference "):
+                found.append(record)
+            elif record.kind is ObjectClass.PHASE_LOCAL and set(REFERENCE) & set(record.uses):
+                found.append(_of_phases(record, REFERENCE))
+        return tuple(map(_own_copy, found))
 
     def _shape(self, devices: int, train_tp: int, rollout_tp: int) -> StepShape:
         return dataclasses.replace(
@@ -149,11 +172,21 @@ class _Records:
         return divided(
             step_records(shape, rates, timeline),
             self.counts,
-            self.plan.train,
+            self.train,
             self.plan.rollout,
             shard_optimizer=shape.shard_optimizer,
             micro_batches=batches,
         )
+
+
+def _of_phases(record: MemoryRecord, phases: Collection[Phase]) -> MemoryRecord:
+    """What is left of a workspace on a device that runs `phases` alone."""
+    choices = tuple(
+        dataclasses.replace(choice, held={phase: size for phase, size in choice.held.items() if phase in phases})
+        for choice in record.choices
+    )
+    uses = tuple(phase for phase in record.uses if phase in phases)
+    return dataclasses.replace(record, nbytes=max(choices[0].held.values(), default=0), uses=uses, choices=choices)
 
 
 def _own_copy(record: MemoryRecord) -> MemoryRecord:

@@ -50,8 +50,8 @@ class PassTimes:
         key = (phase, prompt, count, tokens)
         if key not in self._known:
             cost = self._cost
-            side = cost.rollout if phase is Phase.PREFILL else cost.train
+            side = cost.side(phase)
             found = passes(phase, GroupLoad(prompt, (tokens,) * count), side.counts, cost.algorithm)
-            batches = max(1, len(cost.groups) // cost.train.plan.data)
+            batches = cost.micro_batches(side)
             self._known[key] = sum(side.seconds(one, batches).total for one in found)
         return self._known[key]

@@ -19,7 +19,7 @@ from rollplex.planner.fit import Fit, Need, needs
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.simulate import Simulation
 from rollplex.planner.step_bound import StepBound
-from rollplex.planner.workload import COLOCATED, SIMULATED, Arrangement, Assumptions, Workload
+from rollplex.planner.workload import COLOCATED, HYBRID, SIMULATED, Arrangement, Assumptions, Workload
 
 GIB = 1 << 30
 # The first of these steps fills what overlaps from step to step; the mean is over the others.
@@ -94,7 +94,7 @@ def on_devices(config: Config, devices: int) -> Config:
 def degrees_of(workload: Workload) -> Degrees:
     """The degrees that its model, prompts and recipe leave to choose from."""
     shape = workload.shape
-    return Degrees(workload.counts, shape.prompt_tokens, shape.sequence_parallel)
+    return Degrees(workload.counts, shape.prompt_tokens, shape.sequence_parallel, shape.reference)
 
 
 def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4) -> Search:
@@ -123,7 +123,7 @@ class _Search:
 
     def run(self, devices: int) -> Search:
         """All of them in the order of their bounds."""
-        considered = len(self.found.plans)
+        considered = len(self.found.plans) + sum(self.found.left_out.values())
         bound = StepBound(self.workload, range(1, STEPS))
         ordered = sorted(((bound.seconds(plan) * _SLACK, n) for n, plan in enumerate(self.found.plans)))
         for bound_s, number in ordered:
@@ -155,6 +155,10 @@ class _Search:
                 )
             elif devices < 2:
                 reasons[name] = "two pools take two devices (--gpus)"
+            elif name == HYBRID and not self.workload.shape.reference:
+                reasons[name] = "there is no reference to give devices to (algorithm.beta 0)"
+            elif name == HYBRID:
+                reasons[name] = f"no blocks beside a reference divide {prompts} prompts and share it evenly"
             else:
                 reasons[name] = f"every split has more replicas than {prompts} prompts (rollout.prompts_per_step)"
         return {name: reason for name, reason in reasons.items() if name not in self.by_schedule}
@@ -181,7 +185,7 @@ class Fitting:
 
     def __init__(self, workload: Workload, cap: int):
         self._workload, self._cap = workload, cap
-        self._known: dict[tuple[str, str, Parallel, Parallel | None], MemoryPlan | None] = {}
+        self._known: dict[tuple[str, str, Parallel | None, Parallel | None], MemoryPlan | None] = {}
 
     def needs(self, plan: Arrangement) -> tuple[Need, ...]:
         """What each kind of its devices would hold."""
@@ -192,7 +196,11 @@ class Fitting:
         """A fit for each kind of its devices; None where one has none."""
         found = []
         for need in self.needs(plan):
-            sides = {"training pool": (plan.train, None), "rollout pool": (plan.rollout, None)}
+            sides: dict[str, tuple[Parallel | None, Parallel | None]] = {
+                "training pool": (plan.train, None),
+                "rollout pool": (plan.rollout, None),
+                "reference pool": (plan.scoring, None),
+            }
             key = (need.where, need.timeline.name, *sides.get(need.where, (plan.train, plan.rollout)))
             if key not in self._known:
                 self._known[key] = need.plan(self._cap)

@@ -73,6 +73,7 @@ def _plan_facts(config: Config, found: Search, ranked: Ranked) -> dict[str, Any]
         "pools": plan.pools,
         "training": _degrees(plan.train),
         "rollout": _degrees(plan.rollout),
+        "reference": None if plan.scoring is None else _degrees(plan.scoring),
         "seconds": ranked.seconds,
         "simulated_s": ranked.simulated_s,
         "moves_s": ranked.moves_s,
@@ -151,7 +152,7 @@ def _comparison(best: Facts, second: Facts) -> dict[str, Any]:
     causes = {*best["causes"], *second["causes"]}
     more = {cause: second["causes"].get(cause, 0.0) - best["causes"].get(cause, 0.0) for cause in causes}
     ordered = dict(sorted(more.items(), key=lambda item: -item[1]))
-    differs = [key for key in ("schedule", "training", "rollout") if best[key] != second[key]]
+    differs = [key for key in ("schedule", "training", "rollout", "reference") if best[key] != second[key]]
     return {"slower_s": second["seconds"] - best["seconds"], "differs_in": differs, "more_s": ordered}
 
 
@@ -185,12 +186,18 @@ def search_lines(facts: Facts, *, explain: bool = False) -> Iterator[str]:
 
 
 def _row(number: str, plan: Facts) -> str:
-    train, rollout = (str(Parallel(**{axis: plan[side][axis] for axis in _AXES})) for side in ("training", "rollout"))
+    train, rollout = (_parallel(plan[side]) for side in ("training", "rollout"))
     peaks = " + ".join(f"{fit['peak_gib']:.1f}" for fit in plan["memory"])
     limit = f"{plan['limit']} {plan['causes'][plan['limit']] / plan['seconds']:.0%}"
     note = "" if plan["on_policy"] else "; OFF-POLICY, for comparison"
+    if plan["reference"] is not None:
+        note += f"; reference on {plan['reference']['devices']} more, {_parallel(plan['reference'])}"
     row = f"{number:<3}{plan['seconds']:>8.4g}  {plan['schedule']:<14}{train:<21}{rollout:<21}{peaks:>12}"
     return f"{row}{plan['moves_s']:>9.3f}  {limit}{note}"
+
+
+def _parallel(degrees: Facts) -> str:
+    return str(Parallel(**{axis: degrees[axis] for axis in _AXES}))
 
 
 def _runner_up_lines(facts: Facts) -> Iterator[str]:

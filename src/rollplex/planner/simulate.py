@@ -2,8 +2,8 @@
 
 Devices are laid out in one of two ways:
     blocks  each one training replica with the engines on its devices, sampling and training its own share of the
-            groups (serial, rollplex, stream). Blocks wait for each other in OPTIMIZER only, so each runs by itself and
-            a step takes as long as its slowest block
+            groups (serial, rollplex, stream; hybrid: with its share of the reference's devices). Blocks wait for each
+            other in OPTIMIZER only, so each runs by itself and a step takes as long as its slowest block
     pools   engines that sample and replicas that train all groups (disaggregated, rolloutpipe, async)
 """
 
@@ -60,7 +60,7 @@ class Layout:
 
     blocks: of one training replica each, with its engines; pools: leave it at 1. engines: of a block, or of the rollout
     pool. trainers: replicas of the trainer pool. places, shared_prompts, scatter: engine.py. contention: virtual.py.
-    limits: of a block's lanes and memory.
+    limits: of a block's lanes and memory. window_apart: what runs in the window has devices of its own.
     """
 
     engines: int
@@ -71,6 +71,7 @@ class Layout:
     scatter: float = 0.0
     contention: float = 1.0
     limits: Limits = field(default_factory=Limits)
+    window_apart: bool = False
 
     def __post_init__(self) -> None:
         if min(self.engines, self.blocks, self.trainers) < 1:
@@ -184,7 +185,7 @@ class _Run:
                 spans += executor.spans
                 events += executor.events
             slowest = max(ran, key=lambda executor: executor.now_s)
-            found.append(_times(slowest.use, step, now_s, replicas=1))
+            found.append(_times(slowest.use, step, now_s, 1, trains_in_window=not self.layout.window_apart))
             now_s = slowest.now_s
         return Simulation(schedule.name, tuple(found), tuple(spans), events)
 
@@ -232,7 +233,9 @@ def _always(groups: list[GroupLoad]) -> Callable[[int], Sequence[GroupLoad]]:
     return lambda step: groups
 
 
-def _times(use: dict[tuple[int, Lane], LaneUse], step: int, start_s: float, replicas: int) -> StepTimes:
+def _times(
+    use: dict[tuple[int, Lane], LaneUse], step: int, start_s: float, replicas: int, *, trains_in_window: bool = True
+) -> StepTimes:
     main, decode, window = (use.get((step, lane)) for lane in (Lane.MAIN, Lane.DECODE, Lane.WINDOW))
     assert main is not None and decode is not None  # every rollout decodes, every step ends in OPTIMIZER
     first = main if window is None else window
@@ -242,5 +245,5 @@ def _times(use: dict[tuple[int, Lane], LaneUse], step: int, start_s: float, repl
         dispatch_s=first.first_s,
         trained_s=main.last_s,
         end_s=main.last_s,
-        compute_s=(main.busy_s + (0.0 if window is None else window.busy_s)) / replicas,
+        compute_s=(main.busy_s + (window.busy_s if window is not None and trains_in_window else 0.0)) / replicas,
     )

@@ -12,7 +12,7 @@ from rollplex.memory.step_shape import StepShape
 from rollplex.planner.hardware import Hardware
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.simulate import Simulation
-from rollplex.planner.workload import COLOCATED, SIMULATED, Arrangement, Assumptions, Workload
+from rollplex.planner.workload import COLOCATED, HYBRID, SIMULATED, Arrangement, Assumptions, Workload
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Request:
 
     response_tokens: median of the responses; None: half of rollout.max_completion_length, at which they are cut.
     spread: of their logarithm. contention: virtual.py. rollout_devices: of the rollout pool; None: half. steps: of the
-    run; the spans of the last are kept.
+    run; the spans of the last are kept. Under `hybrid` the reference has the fewest whole replicas beside which
+    blocks divide the prompts and can share them evenly.
     """
 
     schedule: str
@@ -46,20 +47,42 @@ def simulate_recipe(config: Config, request: Request) -> Simulation:
         raise ConfigError(f"--steps is {request.steps}, needed 1 or more")
     assumed = Assumptions(request.hardware, request.response_tokens, request.spread, request.contention, request.seed)
     workload = Workload(config, assumed)
-    arrange = _blocks if request.schedule in COLOCATED else _pools
-    plan = arrange(workload.shape, request)
+    if request.schedule == HYBRID:
+        plan = _hybrid(workload.shape, request)
+    else:
+        plan = (_blocks if request.schedule in COLOCATED else _pools)(workload.shape, request)
     return workload.on(plan).simulate(request.steps, traced=(request.steps - 1,))
 
 
 def _blocks(shape: StepShape, request: Request) -> Arrangement:
     """Every device samples and trains: one training replica with its engines to a block."""
+    train, rollout = _colocated(shape, shape.devices)
+    return Arrangement(request.schedule, train, rollout)
+
+
+def _hybrid(shape: StepShape, request: Request) -> Arrangement:
+    """Some whole replicas for the reference, the others as blocks."""
+    replicas = shape.devices // shape.train_tp
+    for own in range(1, replicas):
+        blocks = replicas - own
+        if shape.prompts % blocks == 0 and (own % blocks == 0 or blocks % own == 0):
+            train, rollout = _colocated(shape, blocks * shape.train_tp)
+            scoring = Parallel(shape.train_tp, data=own, sequence=shape.sequence_parallel)
+            return Arrangement(request.schedule, train, rollout, scoring)
+    raise ConfigError(
+        f"--schedule hybrid: of {replicas} replicas of {shape.train_tp} devices (memory.devices, sharing.train_tp) "
+        f"none is left for the reference beside blocks that divide {shape.prompts} prompts (rollout.prompts_per_step)"
+    )
+
+
+def _colocated(shape: StepShape, devices: int) -> tuple[Parallel, Parallel]:
     if shape.train_tp % shape.rollout_tp:
         raise ConfigError(
             f"sharing.rollout_tp {shape.rollout_tp} does not divide train_tp {shape.train_tp}: a block is one "
             "training replica with whole engines on its devices"
         )
-    train = Parallel(shape.train_tp, data=shape.devices // shape.train_tp, sequence=shape.sequence_parallel)
-    return Arrangement(request.schedule, train, Parallel(shape.rollout_tp, data=shape.devices // shape.rollout_tp))
+    train = Parallel(shape.train_tp, data=devices // shape.train_tp, sequence=shape.sequence_parallel)
+    return train, Parallel(shape.rollout_tp, data=devices // shape.rollout_tp)
 
 
 def _pools(shape: StepShape, request: Request) -> Arrangement:

@@ -11,8 +11,9 @@ and put together as a schedule may overlap them at best:
     serial, disaggregated   sampling + all passes
     rollplex                decoding beside both prefixes + the other passes
     stream                  decoding beside all passes, or decoding + the last group's passes over responses
+    hybrid                  sampling + the actor's passes
     rolloutpipe             the larger of decoding + one group's passes, and the first group's end + all passes
-    async                   max(sampling, all passes)
+    async                   max(sampling, all passes of the step before), step by step; the last one's passes
 
 D seconds of decoding beside P of passes on the same devices take max(D, P) + min(D, P) x (contention - 1) at least:
 overlapping for x seconds gets x / contention of each done.
@@ -29,7 +30,7 @@ from rollplex.planner.load import GroupLoad
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.pass_times import PassTimes
 from rollplex.planner.workload import Arrangement, Workload
-from rollplex.schedule.spec import PREFIXES, Phase
+from rollplex.schedule.spec import PREFIXES, REFERENCE, Phase
 
 _REST = (Phase.REF_RESPONSE, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)
 
@@ -46,6 +47,7 @@ class _Training:
     prefix_s: float
     rest_s: float
     once_s: float
+    own_s: float  # all passes but the reference's
     last_s: float  # of the group that has least, its passes over responses
     group_s: float  # and all its passes
 
@@ -53,28 +55,27 @@ class _Training:
 class StepBound:
     """Bounds for one workload over the steps that a simulation is judged by, each side counted once.
 
-    steps: numbers of these steps. While `async` trains on one of them it samples the next.
+    steps: numbers of these steps. The clock starts when the step before them has been trained on.
     """
 
     def __init__(self, workload: Workload, steps: range):
         self._workload = workload
-        numbers = range(steps.start, steps.stop + 1)
-        self._steps = [workload.feed.groups(step, workload.shape.prompts) for step in numbers]
+        self._steps = [workload.feed.groups(step, workload.shape.prompts) for step in steps]
         self._sampling: dict[Parallel, list[_Sampling]] = {}
-        self._training: dict[Parallel, list[_Training]] = {}
+        self._training: dict[tuple[Parallel, Parallel | None], list[_Training]] = {}
 
     def seconds(self, plan: Arrangement) -> float:
         """Per step, a mean over the steps."""
         if plan.rollout not in self._sampling:
             self._sampling[plan.rollout] = [self._sample(plan, groups) for groups in self._steps]
-        if plan.train not in self._training:
-            self._training[plan.train] = [self._train(plan, groups) for groups in self._steps]
-        samples, trains = self._sampling[plan.rollout], self._training[plan.train][:-1]
-        if plan.schedule == "async":  # each pool has all of its own to do
-            sampled = sum(sample.prefill_s + sample.decode_s for sample in samples[1:])
-            trained = sum(train.prefix_s + train.rest_s + train.once_s for train in trains)
-            return max(sampled, trained) / len(trains)
-        pairs = list(zip(samples[:-1], trains, strict=True))
+        key = plan.train, plan.scoring
+        if key not in self._training:
+            self._training[key] = [self._train(plan, groups) for groups in self._steps]
+        pairs = list(zip(self._sampling[plan.rollout], self._training[key], strict=True))
+        if plan.schedule == "async":  # the first of the steps may be sampled already when the clock starts
+            sampled = [sample.prefill_s + sample.decode_s for sample, _ in pairs]
+            trained = [train.prefix_s + train.rest_s + train.once_s for _, train in pairs]
+            return (sum(map(max, sampled[1:], trained[:-1])) + trained[-1]) / len(pairs)
         beside = min(1.0, self._workload.assumed.contention - 1)
         return sum(_step(plan.schedule, sample, train, beside) for sample, train in pairs) / len(pairs)
 
@@ -106,9 +107,10 @@ class StepBound:
 
         prefixes = [phase for phase in PREFIXES if phase is not Phase.REF_PREFIX or self._workload.shape.reference]
         rest = [phase for phase in _REST if phase is not Phase.REF_RESPONSE or self._workload.shape.reference]
+        own = [phase for phase in (*prefixes, *rest) if phase not in REFERENCE]
         last = min(sum(times.of(phase, group) for phase in rest) for group in groups)
         whole = min(sum(times.of(phase, group) for phase in (*prefixes, *rest)) for group in groups)
-        return _Training(spread(*prefixes), spread(*rest), times.of(Phase.OPTIMIZER, None), last, whole)
+        return _Training(spread(*prefixes), spread(*rest), times.of(Phase.OPTIMIZER, None), spread(*own), last, whole)
 
 
 def _step(schedule: str, sample: _Sampling, train: _Training, beside: float) -> float:
@@ -120,6 +122,8 @@ def _step(schedule: str, sample: _Sampling, train: _Training, beside: float) -> 
     if schedule == "stream":
         both_s = max(decode_s, passes_s) + min(decode_s, passes_s) * beside
         return sample.prefill_s + max(both_s, decode_s + train.last_s) + train.once_s
+    if schedule == "hybrid":
+        return sample.prefill_s + decode_s + train.own_s + train.once_s
     if schedule == "rolloutpipe":
         return max(sample.prefill_s + decode_s + train.group_s, sample.first_s + passes_s) + train.once_s
     return sample.prefill_s + decode_s + passes_s + train.once_s

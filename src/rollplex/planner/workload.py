@@ -26,29 +26,43 @@ from rollplex.planner.pass_times import PassTimes
 from rollplex.planner.passes import Algorithm
 from rollplex.planner.publishing import colocated_bytes, disaggregated_bytes
 from rollplex.planner.simulate import Feed, Layout, PhaseSeconds, Simulation, simulate
+from rollplex.schedule.hybrid import Hybrid
 from rollplex.schedule.pools import RolloutPipe
 from rollplex.schedule.registry import POOL_SCHEDULES, SCHEDULES, schedule_named
 from rollplex.schedule.run import Async, RunSchedule
-from rollplex.schedule.spec import AdvantageScope, Phase, PrefixMode, StepSpec
-from rollplex.schedule.step import Schedule
+from rollplex.schedule.spec import REFERENCE, AdvantageScope, Phase, PrefixMode, StepSpec
+from rollplex.schedule.step import Limits, Schedule
 
 COLOCATED = tuple(SCHEDULES)
-SIMULATED = (*COLOCATED, *POOL_SCHEDULES, Async.name)
+HYBRID = Hybrid.name
+POOLS = (*POOL_SCHEDULES, Async.name)
+SIMULATED = (*COLOCATED, HYBRID, *POOLS)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """One way to use devices: a schedule and the degrees of both sides, on the same devices or on two pools.
 
-    Colocated, a block is one training replica with whole rollout engines on its devices. Raises ConfigError where the
-    sides do not fit together.
+    Colocated, a block is one training replica with whole rollout engines on its devices. scoring: the reference on
+    devices of its own beside the blocks (schedule `hybrid`); its replicas are dealt out evenly over the blocks, or the
+    other way round. Raises ConfigError where the sides do not fit together.
     """
 
     schedule: str
     train: Parallel
     rollout: Parallel
+    scoring: Parallel | None = None
 
     def __post_init__(self) -> None:
+        if (self.scoring is not None) is not (self.schedule == HYBRID):
+            raise ConfigError(
+                f"schedule {self.schedule!r} with devices of the reference's own: {self.scoring}; {HYBRID!r} needs "
+                "them, the others have none"
+            )
+        if self.scoring is not None and self.scoring.data % self.train.data and self.train.data % self.scoring.data:
+            raise ConfigError(
+                f"{self.scoring.data} replicas of the reference cannot be shared evenly by {self.train.data} blocks"
+            )
         if not self.pools and (self.train.replica % self.rollout.replica or self.train.devices != self.rollout.devices):
             raise ConfigError(
                 f"engines of {self.rollout.replica} devices do not fill training replicas of {self.train.replica}, or "
@@ -59,7 +73,7 @@ class Arrangement:
     @property
     def pools(self) -> bool:
         """Whether sampling and training have devices of their own."""
-        return self.schedule not in COLOCATED
+        return self.schedule in POOLS
 
     @property
     def on_policy(self) -> bool:
@@ -69,7 +83,8 @@ class Arrangement:
     @property
     def devices(self) -> int:
         """All devices."""
-        return self.train.devices + (self.rollout.devices if self.pools else 0)
+        others = self.rollout if self.pools else self.scoring
+        return self.train.devices + (0 if others is None else others.devices)
 
     @property
     def engines(self) -> int:
@@ -156,15 +171,24 @@ class Workload:
         # A block's prefills are one after another in its main lane; its engines share them.
         shared_by = 1 if plan.pools else plan.engines
 
+        # Blocks that share a replica of the reference get their part of its time.
+        slots = 1 if plan.scoring is None else max(1, plan.scoring.data // blocks)
+        sharing = 1 if plan.scoring is None else blocks * slots // plan.scoring.data
+
         def seconds(phase: Phase, load: GroupLoad | None) -> float:
-            return times.of(phase, load) / (shared_by if phase is Phase.PREFILL else 1)
+            alone_s = times.of(phase, load)
+            if phase is Phase.PREFILL:
+                return alone_s / shared_by
+            return alone_s * sharing if phase in REFERENCE else alone_s
 
         layout = Layout(
             engines=plan.engines,
             blocks=blocks,
             trainers=plan.train.data if plan.pools else 1,
             places=self.config.rollout.max_decode_rows,
-            contention=self.assumed.contention,
+            contention=self.assumed.contention if plan.scoring is None else 1.0,
+            limits=Limits(window=slots),
+            window_apart=plan.scoring is not None,
         )
         schedule: Schedule | RunSchedule = Async() if plan.schedule == Async.name else schedule_named(plan.schedule)
         if plan.schedule == RolloutPipe.name:  # strictly as published it would leave the engines all but idle
@@ -192,6 +216,7 @@ class Workload:
             (self.typical,) * self.shape.prompts,
             publish_bytes=published,
             publish_within_node=not plan.pools,
+            scoring=None if plan.scoring is None else Side(self.counts, self.assumed.hardware, plan.scoring),
         )
 
     def table(self, rollout: Side) -> StepTable:

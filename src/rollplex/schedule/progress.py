@@ -18,7 +18,7 @@ class Lane(StrEnum):
     """Where a task runs. Lanes run beside each other; each has a number of slots (`Limits`).
 
     On one device (serial, rollplex, stream) MAIN and the others but REWARD are never used at once. With two pools
-    (pools.py) DECODE is the rollout pool and MAIN the trainer pool.
+    (pools.py) DECODE is the rollout pool and MAIN the trainer pool; WINDOW may be devices of the reference (hybrid.py).
     """
 
     MAIN = "main"  # passes that have the device to themselves: all cores, or the default stream

@@ -14,6 +14,9 @@ SCHEDULES: dict[str, str] = {
 }
 """For one set of devices that samples and trains: what `rollplex train` can run."""
 
+HYBRID_SCHEDULES: dict[str, str] = {"hybrid": "rollplex.schedule.hybrid:Hybrid"}
+"""For one set of devices that samples and trains, and others for the reference: in virtual time so far."""
+
 POOL_SCHEDULES: dict[str, str] = {
     "disaggregated": "rollplex.schedule.pools:Disaggregated",
     "rolloutpipe": "rollplex.schedule.pools:RolloutPipe",
@@ -23,11 +26,10 @@ POOL_SCHEDULES: dict[str, str] = {
 
 def schedule_named(name: str) -> Schedule:
     """The schedule of a registered name, or of 'module:Name'. Raises ConfigError for an unknown or unusable one."""
-    module_name, colon, attribute = (SCHEDULES | POOL_SCHEDULES).get(name, name).partition(":")
+    known = SCHEDULES | HYBRID_SCHEDULES | POOL_SCHEDULES
+    module_name, colon, attribute = known.get(name, name).partition(":")
     if not colon or not module_name or not attribute:
-        raise ConfigError(
-            f"schedule {name!r} is unknown; needed one of {', '.join(SCHEDULES | POOL_SCHEDULES)}, or 'module:Name'"
-        )
+        raise ConfigError(f"schedule {name!r} is unknown; needed one of {', '.join(known)}, or 'module:Name'")
     try:
         schedule: Schedule = getattr(importlib.import_module(module_name), attribute)()
     except ModuleNotFoundError as error:

@@ -30,8 +30,8 @@ class Phase(StrEnum):
 PER_STEP = (Phase.OPTIMIZER, Phase.PUBLISH)
 PREFIXES = (Phase.REF_PREFIX, Phase.ACTOR_PREFIX)
 UPDATE_PASSES = (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)
+REFERENCE = (Phase.REF_PREFIX, Phase.REF_RESPONSE)
 _ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.REWARD)
-_REFERENCE = (Phase.REF_PREFIX, Phase.REF_RESPONSE)
 
 
 class PrefixMode(StrEnum):
@@ -175,7 +175,7 @@ class StepSpec:
     @cached_property
     def by_stage(self) -> tuple[Task, ...]:
         """All tasks, stage after stage: rollout of all groups, then scoring, then the update; group by group."""
-        scoring = (*PREFIXES, Phase.REF_RESPONSE) if self.old_logps else _REFERENCE
+        scoring = (*PREFIXES, Phase.REF_RESPONSE) if self.old_logps else REFERENCE
         stages = (_ROLLOUT, scoring, UPDATE_PASSES)
         ordered = (Task(phase, group) for stage in stages for group in range(self.num_groups) for phase in stage)
         return tuple(dict.fromkeys(task for task in [*ordered, *self.tasks] if task in self.tasks))

@@ -115,15 +115,16 @@ class Turn:
         """Rewards of complete groups, at once: they run in threads of their own under every schedule."""
         self.offer_all(Phase.REWARD, Lane.REWARD)
 
-    def offer_rollout(self) -> None:
+    def offer_rollout(self, *, apart: bool = False) -> None:
         """Prefills first, as they are bound by compute; decoding as soon as none can start. The same in every schedule.
 
         Once groups decode, one that finds room later is prefilled by the engine beside them, in their lane.
+        apart: what runs in the window is on other devices.
         """
         in_lane = self.progress.in_lane
         if in_lane[Lane.MAIN]:
             return
-        if in_lane[Lane.DECODE] or in_lane[Lane.WINDOW]:
+        if in_lane[Lane.DECODE] or (in_lane[Lane.WINDOW] and not apart):
             self.offer_all(Phase.DECODE, Lane.DECODE)
             if not self.progress.running_of[Phase.PREFILL]:
                 self._offer_prefill(Lane.DECODE)
