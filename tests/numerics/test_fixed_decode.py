@@ -130,7 +130,7 @@ def test_engines_sample_the_same(made: Rig, max_rows: int, late: bool, monkeypat
     assert again == found  # to the bit, though other captures made it
     kinds = list(graphs.steps)
     assert {bucket.suffix for bucket in kinds} == {SMALL_PLACES, 32, 64, LONGEST}
-    varied = ("rows", "groups", "prompt") if late or max_rows < 64 else ("rows", "groups")  # all join at once
+    varied = ("rows", "groups", "prompt") if late or max_rows < 64 else ("rows",)  # all join at once
     assert min(len({getattr(bucket, name) for bucket in kinds}) for name in varied) > 1
     assert grown < len(kinds) < recorder.recorded <= 2 * len(kinds)
 
@@ -204,14 +204,14 @@ def _drive(
             check(fixed, fixed.forward(tokens), lean.forward(tokens))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 999), rows=st.integers(1, 12), width=st.integers(1, 5), suffix=st.integers(1, 70))
 def test_any_order_of_joins_and_ends(made: Rig, seed: int, rows: int, width: int, suffix: int) -> None:
     def check(_: FixedRows, found: torch.Tensor, wanted: torch.Tensor) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
     with full_float64():
-        _drive(made, seed, Limits(rows, width, suffix), check, steps=30)
+        _drive(made, seed, Limits(rows, width, suffix), check, steps=24)
 
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
