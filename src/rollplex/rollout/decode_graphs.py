@@ -59,7 +59,7 @@ class DecodeGraphs:
         self.policy = policy
         self.steps: OrderedDict[Bucket, tuple[FixedStep, Work]] = OrderedDict()
         self.caches: FixedCaches | None = None
-        self.rows: FixedRows | None = None  # of the engine that decodes
+        self.turn = 0  # of the engine that may decode; older ones may not
         self._capturer = capturer or capturer_of(policy.device)
         self._addresses: tuple[int, ...] = ()
 
@@ -69,8 +69,8 @@ class DecodeGraphs:
             self.release()
             self.caches = FixedCaches(DecodeModel(self.policy))
             self._addresses = _addresses(self.policy)  # the model fuses what is not yet
-        self.rows = FixedRows(self, self.caches, limits)
-        return self.rows
+        self.turn += 1
+        return FixedRows(self, self.caches, limits)
 
     def step(self, bucket: Bucket, numbers: Numbers) -> torch.Tensor:
         """(bucket.rows, V) logits of one step, in memory that the next one overwrites. `make_room` was called."""
@@ -107,8 +107,9 @@ class DecodeGraphs:
 
     def release(self) -> None:
         """Give all memory back. An engine that decodes cannot go on; the next one captures anew."""
+        self.turn += 1
         self.steps.clear()
-        self.caches = self.rows = None
+        self.caches = None
 
 
 def _addresses(policy: Policy) -> tuple[int, ...]:
@@ -133,6 +134,7 @@ class FixedRows:
 
     def __init__(self, graphs: DecodeGraphs, caches: FixedCaches, limits: Limits):
         self.graphs, self.caches, self.limits = graphs, caches, limits
+        self._turn = graphs.turn
         self.owners: list[int] = []
         self.lengths: list[int] = []  # tokens fed so far, per row
         self.first: list[int] = []  # position of the first response token, per row
@@ -193,7 +195,7 @@ class FixedRows:
         return logits_BV[: len(slots)]
 
     def _check_open(self) -> None:
-        if self.graphs.rows is not self:
+        if self.graphs.turn != self._turn:
             raise StateError(
                 "the decode buffers of this engine were given to one that opened later, or released; let an engine "
                 "finish before the next one opens"
