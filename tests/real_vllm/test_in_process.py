@@ -137,8 +137,9 @@ def test_weights_stand_still_while_responses_are_sampled(rig: VllmRig) -> None:
         engine.step()
 
 
-def test_sleep_frees_memory_and_waking_brings_the_same_samples(rig: VllmRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU worker ignores sleep. Here it does what the one for CUDA does, on the memory that it can reach."""
+def test_sleep_frees_memory_and_waking_brings_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU worker ignores sleep. Here it does what the one for CUDA does, on the memory that it can reach. In
+    another dtype than training's, so that vLLM's weights are its own."""
     freed: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def sleep(worker: Any, level: int = 1) -> None:
@@ -161,15 +162,19 @@ def test_sleep_frees_memory_and_waking_brings_the_same_samples(rig: VllmRig, mon
 
     monkeypatch.setattr("vllm.v1.worker.cpu_worker.CPUWorker.sleep", sleep)
     monkeypatch.setattr("vllm.v1.worker.cpu_worker.CPUWorker.wake_up", wake_up)
-    before = rig.sample()
-    held = rig.engines.open(rig.params())
-    rig.engines.hosted.sleep()
-    assert sum(size for _, size in freed["kv_cache"]) > 0.12 * 2**30
-    assert sum(size for _, size in freed["weights"]) > 2**18
-    with pytest.raises(StateError, match="holds weights vNone"):
-        held.admit(0, rig.specs[0])
-    assert rig.sample() == before
-    assert not freed
+    rig = VllmRig("qwen2_5_vl", engine_dtype="bfloat16")
+    try:
+        before = rig.sample()
+        held = rig.engines.open(rig.params())
+        rig.engines.hosted.sleep()
+        assert sum(size for _, size in freed["kv_cache"]) > 0.12 * 2**30
+        assert sum(size for _, size in freed["weights"]) > 2**17
+        with pytest.raises(StateError, match="holds weights vNone"):
+            held.admit(0, rig.specs[0])
+        assert rig.sample() == before
+        assert not freed
+    finally:
+        rig.close()
 
 
 def test_sleep_that_the_platform_cannot_is_refused() -> None:

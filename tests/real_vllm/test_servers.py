@@ -27,8 +27,9 @@ FAMILY = "qwen2_5_vl"
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[VllmRig]:
-    """Two servers; weights go through in many small buckets."""
+    """Two servers; all weights go through in many small buckets, nothing is shared."""
     rig = VllmRig(FAMILY, servers=2, bucket_mib=1)
+    rig.engines.hosted.lent = None
     yield rig
     rig.close()
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rollplex
 
 RECIPE = Path(rollplex.__file__).parent / "recipes" / "tiny_qwen3_vl.yaml"
@@ -18,13 +20,15 @@ OPTIONS = {
     "model.build.num_heads": "2",  # heads of 32: the least that vLLM's CPU kernels take
     "model.build.num_kv_heads": "1",
     "train.max_steps": "2",
-    "run.save_steps": "0",
+    "run.save_steps": "1",
 }
 
 
-def test_two_steps(tmp_path: Path) -> None:
-    """Mixed rows; the run's own metric says how far behaviour log-probs are from the trainer's."""
-    overrides = [f"{key}={value}" for key, value in OPTIONS.items()]
+@pytest.mark.parametrize("servers", [0, 1])
+def test_two_steps(tmp_path: Path, servers: int) -> None:
+    """Mixed rows; the metric says how far behaviour log-probs are from the trainer's. A server gets the second
+    step's weights while the first step's checkpoint is written."""
+    overrides = [f"{key}={value}" for key, value in OPTIONS.items()] + [f"rollout.vllm.servers={servers}"]
     command = [
         str(Path(sys.executable).with_name("rollplex")),
         "train",
@@ -34,5 +38,8 @@ def test_two_steps(tmp_path: Path) -> None:
     done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    gaps = [line.get("metrics", line)["sampling/sampling_logp_difference/max"] for line in lines]
+    steps = [line.get("metrics", line) for line in lines]
+    gaps = [step["sampling/sampling_logp_difference/max"] for step in steps]
     assert len(gaps) == 2 and max(gaps) < 1e-5
+    assert steps[0]["publish/pushed_bytes"] > 0 == steps[1]["publish/pushed_bytes"]
+    assert min(steps[1]["publish/aliased_bytes"], steps[1]["publish/packed_bytes"], steps[1]["publish/seconds"]) > 0

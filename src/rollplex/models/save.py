@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from rollplex.errors import ModelError
 from rollplex.models.lora import is_lora
@@ -61,6 +62,25 @@ def save_without_weights(model: Any, processor: Any, folder: str | Path) -> None
 def merged_tensors(model: Any) -> list[StoredTensor]:
     """The weights of the ordinary model that computes what `model` does, LoRA adapters merged when they are read."""
     return list(_lora_free(model, merged=True))
+
+
+class PlainParameter(NamedTuple):
+    """A parameter under its name in the ordinary model. adapted: that model has the sum of it and an adapter."""
+
+    name: str
+    parameter: nn.Parameter
+    adapted: bool
+
+
+def plain_parameters(model: Any) -> Iterator[PlainParameter]:
+    """The parameters of the ordinary model inside `model`, adapters themselves left out; tied ones once."""
+    base = model.get_base_model() if is_lora(model) else model
+    adapted = _adapted(base)
+    for name, parameter in base.named_parameters():
+        if ".lora_" not in name:
+            plain = name.replace(".base_layer.", ".")
+            layer_name, _, leaf = plain.rpartition(".")
+            yield PlainParameter(plain, parameter, leaf == "weight" and layer_name in adapted)
 
 
 def _save_config(model: Any, folder: Path) -> None:
@@ -114,7 +134,7 @@ def _lora_free(model: Any, *, merged: bool) -> Iterator[StoredTensor]:
         yield from (StoredTensor.of(name, tensor) for name, tensor in _plain_state(model))
         return
     base = model.get_base_model()
-    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
+    adapted = _adapted(base)
     for name, tensor in _plain_state(base):
         if ".lora_" in name:
             continue
@@ -123,6 +143,11 @@ def _lora_free(model: Any, *, merged: bool) -> Iterator[StoredTensor]:
         if merged and leaf == "weight" and layer_name in adapted:
             stored = stored._replace(read=_merged_weight(adapted[layer_name]))
         yield stored
+
+
+def _adapted(base: Any) -> dict[str, Any]:
+    """Layers that peft wrapped, by name."""
+    return {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
 
 
 def _merged_weight(layer: Any) -> Callable[[], torch.Tensor]:

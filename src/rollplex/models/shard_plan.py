@@ -7,6 +7,7 @@ is not listed, since it is the embedding. tests/unit/test_shard_plan.py compares
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -101,7 +102,9 @@ def _decoder_layer(text: TextShape, family: str, root: str) -> Iterator[PlanTens
 def _vision_tensors(shape: ModelShape) -> Iterator[PlanTensor]:
     family = _qwen2_5_vision if shape.family == "qwen2_5_vl" else _qwen3_vision
     for name, size in family(shape.vision):
-        yield PlanTensor(f"model.visual.{name}", size, Kind.VISION)
+        full = f"model.visual.{name}"
+        fused = re.sub(r"\b(gate|up)_proj\b", "gate_up_proj", full)
+        yield PlanTensor(full, size, Kind.VISION, fused=fused if fused != full else "")
 
 
 Named = tuple[str, tuple[int, ...]]
@@ -116,8 +119,8 @@ def _qwen2_5_vision(vision: VisionShape) -> Iterator[Named]:
         yield f"{block}norm2.weight", (width,)
         yield from _linear(f"{block}attn.qkv", 3 * width, width)
         yield from _linear(f"{block}attn.proj", width, width)
-        yield from _linear(f"{block}mlp.gate_proj", vision.intermediate_size, width)
-        yield from _linear(f"{block}mlp.up_proj", vision.intermediate_size, width)
+        yield from ((f"{block}mlp.{name}_proj.weight", (vision.intermediate_size, width)) for name in ("gate", "up"))
+        yield from ((f"{block}mlp.{name}_proj.bias", (vision.intermediate_size,)) for name in ("gate", "up"))
         yield from _linear(f"{block}mlp.down_proj", width, vision.intermediate_size)
     yield "merger.ln_q.weight", (width,)
     yield from _linear("merger.mlp.0", merged, merged)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
+from rollplex.planner.engine_weights import engine_weight_facts, engine_weight_lines
 from rollplex.planner.memory import memory_lines, memory_section
 from rollplex.planner.sharing import sharing_facts, sharing_lines
 
@@ -35,6 +36,7 @@ class PlanSection:
 SECTIONS: dict[str, PlanSection] = {
     "sharing": PlanSection(sharing_facts, sharing_lines),
     "memory": PlanSection(memory_section, memory_lines),
+    "publish": PlanSection(engine_weight_facts, engine_weight_lines),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rollplex.models.policy import Policy
 from rollplex.parallel.waits import Peers
-from rollplex.rollout.engine import Finished, SamplingParams
+from rollplex.rollout.engine import Finished, NothingToPublish, SamplingParams
 from rollplex.rollout.local_engine import LocalEngine, PrefixSource
 from rollplex.types import PromptSpec, Response
 
@@ -54,7 +54,7 @@ class BlockEngine:
         return [Finished(key[0], found[key]) for key in keys]
 
 
-class BlockEngines:
+class BlockEngines(NothingToPublish):
     """Engines on the rollout's own views of the weights, `sampler`: prompts are computed at its degree too.
 
     group, groups: which share of a replica's prompts this rank's group decodes.

@@ -8,6 +8,7 @@ never change a random number.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,3 +72,19 @@ class RolloutEngine(Protocol):
     @property
     def busy(self) -> bool:
         """Whether any response is unfinished."""
+
+
+class NothingToPublish:
+    """The part of `rollout.engines.Engines` that is about publishing, for engines on the policy's own weights: who
+    samples and who updates them take turns in this process."""
+
+    def begin_publish(self) -> None:
+        """New weights are there already."""
+
+    def writing(self, _who: str) -> AbstractContextManager[None]:
+        """Nobody else reads."""
+        return nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        """None."""
+        return {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +14,15 @@ from rollplex.config import Config
 from rollplex.models.policy import Policy
 from rollplex.models.save import save_without_weights
 from rollplex.rollout.decode_graphs import DecodeGraphs, decode_graphs
-from rollplex.rollout.engine import RolloutEngine, SamplingParams
+from rollplex.rollout.engine import NothingToPublish, RolloutEngine, SamplingParams
 from rollplex.rollout.hosted_engine import HostedEngine, HostedRollout
 from rollplex.rollout.hosting import Host, HostSettings
 from rollplex.rollout.local_engine import LocalEngine, PrefixSource
 from rollplex.rollout.server import ServerHost
 from rollplex.rollout.vllm_engine import VllmHost, require_vllm
+from rollplex.weights.loan import LentWeights
+
+_log = logging.getLogger(__name__)
 
 
 class Engines(Protocol):
@@ -31,6 +36,16 @@ class Engines(Protocol):
     def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> RolloutEngine:
         """An engine under the policy's present weights. Prefixes of `prefix_source` are used where that is possible."""
 
+    def begin_publish(self) -> None:
+        """New weights are there, and stand still until the next rollout: bring them to the engines beside other work,
+        where that gains. `open` waits for its end and raises what it did."""
+
+    def writing(self, who: str) -> AbstractContextManager[None]:
+        """Block in which `who` changes the policy's weights. Raises StateError while an engine reads them."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest publish."""
+
     def sleep(self) -> None:
         """No rollout for a while: give memory back. `open` wakes."""
 
@@ -38,7 +53,7 @@ class Engines(Protocol):
         """End what was started."""
 
 
-class LocalEngines:
+class LocalEngines(NothingToPublish):
     """The engine on the training weights themselves: nothing to push. `graphs` outlive each rollout; without, nothing
     is kept."""
 
@@ -81,6 +96,7 @@ class VllmEngines:
                 bucket_limit=options.bucket_mib << 20,
                 timeout_s=options.call_timeout_s,
                 direct=options.servers == 0 and settings.tensor_parallel == 1,
+                lent=_lent(policy, settings.dtype),
             )
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -89,6 +105,18 @@ class VllmEngines:
     def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> HostedRollout:
         """vLLM computes prompts itself: `prefix_source` is not asked."""
         return self.hosted.open(params)
+
+    def begin_publish(self) -> None:
+        """Beside this process, where the engines run there."""
+        self.hosted.begin_publish()
+
+    def writing(self, who: str) -> AbstractContextManager[None]:
+        """Engines may read the policy's own storage."""
+        return self.hosted.writing(who)
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes by the way that they went, and seconds."""
+        return self.hosted.metrics()
 
     def sleep(self) -> None:
         """Release weights and KV cache, with rollout.vllm.sleep."""
@@ -113,6 +141,15 @@ class VllmEngines:
             )
 
         return start
+
+
+def _lent(policy: Policy, engine_dtype: str) -> LentWeights | None:
+    """The policy's weights where engines can use them in place; None: nothing could be."""
+    held = str(policy.dtype).removeprefix("torch.")
+    if held != engine_dtype:
+        _log.info("all weights are pushed: training holds %s, vLLM %s (rollout.vllm.engine_dtype)", held, engine_dtype)
+        return None
+    return LentWeights(policy.model)
 
 
 def host_settings(config: Config, model_folder: str) -> HostSettings:

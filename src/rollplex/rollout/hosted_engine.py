@@ -2,17 +2,20 @@
 
 A host whose process ends is named in the log, started again, given the current weights, and asked again for the
 responses that it had not delivered, with the same random keys. Residency of each host's weights and KV cache is a state
-machine (memory/states.py), so that nothing is sampled from weights that were not, or only half, pushed.
+machine (memory/states.py), so that nothing is sampled from weights that were not, or only half, pushed. Layers that
+read training's storage itself (weights/lending.py) need no push; `writing` keeps it still while hosts sample.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 
@@ -20,10 +23,13 @@ from rollplex.errors import DeadlineError, PeerError, StateError
 from rollplex.memory.states import Residency, ResidencyStates
 from rollplex.models.policy import Policy
 from rollplex.models.save import merged_tensors
+from rollplex.models.tensor_files import StoredTensor
 from rollplex.rollout.engine import Finished, SamplingParams
 from rollplex.rollout.hosting import Host, HostDied, Request, WeightBucket
 from rollplex.rollout.weight_push import DirectBucket, bucket_bytes, fill, in_buckets
 from rollplex.types import PromptSpec
+from rollplex.weights.lending import EngineSharing, Way
+from rollplex.weights.loan import LentWeights
 from rollplex.weights.segment import Segment
 
 # New processes in one push or one rollout; a host that keeps ending has a cause that a new start does not remove.
@@ -41,6 +47,7 @@ class _Place:
     number: int
     host: Host
     version: int | None = None  # of the policy weights that it holds; None: none, or half of them
+    sharing: EngineSharing | None = None  # what it takes from training's storage; None: it was not told of that
     states: ResidencyStates = field(default_factory=ResidencyStates)
     owed: dict[tuple[int, int], Request] = field(default_factory=dict)  # (rollout id, response index) -> asked by
     reading: ExitStack = field(default_factory=ExitStack)  # open while it samples
@@ -50,7 +57,7 @@ class HostedEngine:
     """Hosts, and the weights in them. Between rollouts `open` brings them to the policy's weights.
 
     start: makes the host of a number (again, after one died). direct: hosts read this process's own tensors; else they
-    map a bucket. Raises what the hosts raise while they start.
+    map a bucket. lent: what hosts may use in place; absent: nothing. Raises what the hosts raise while they start.
     """
 
     def __init__(
@@ -62,11 +69,17 @@ class HostedEngine:
         bucket_limit: int,
         timeout_s: float,
         direct: bool,
+        lent: LentWeights | None = None,
     ):
         self.policy, self.start = policy, start
-        self.bucket_limit, self.timeout_s, self.direct = bucket_limit, timeout_s, direct
+        self.bucket_limit, self.timeout_s, self.direct, self.lent = bucket_limit, timeout_s, direct, lent
         self.places: list[_Place] = []
         self.restarts = 0
+        self._pushed_bytes, self._publish_s = 0, 0.0  # of the newest publish, into all hosts
+        self._metrics: dict[str, float] = {}  # of the one that the newest rollout is under
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, "rollplex-hand-over")
+        self._handing: Future[None] | None = None  # a publish that runs beside other work
         try:
             for number in range(num_hosts):  # processes start side by side
                 self.places.append(_Place(number, start(number)))
@@ -77,7 +90,11 @@ class HostedEngine:
             raise
 
     def open(self, params: SamplingParams) -> HostedRollout:
-        """A rollout under the policy's present weights. Wakes the hosts and pushes weights where they are not there."""
+        """A rollout under the policy's present weights. Wakes the hosts and publishes weights where they are not there.
+
+        Waits for a publish that was begun before, and raises what it did.
+        """
+        self._settle()
         for place in self.places:
             if place.states.weights is not Residency.RESIDENT:
                 place.host.call("wake_weights")()
@@ -88,19 +105,45 @@ class HostedEngine:
             if place.states.kv is not Residency.RESIDENT:
                 place.host.call("wake_kv")()
                 place.states.wake_kv()
+        shared = [place.sharing for place in self.places if place.sharing is not None]
+        self._metrics = {
+            "publish/aliased_bytes": float(sum(sharing.nbytes(Way.ALIASED) for sharing in shared)),
+            "publish/packed_bytes": float(sum(sharing.nbytes(Way.PACKED) for sharing in shared)),
+            "publish/pushed_bytes": float(self._pushed_bytes),
+            "publish/seconds": self._publish_s,
+        }
         return HostedRollout(self, params)
 
     def publish(self) -> None:
-        """Push the policy's weights into every host and drop what the hosts computed from older ones.
+        """Bring the policy's weights to every host and drop what the hosts computed from older ones.
 
-        Raises StateError while one samples. After any error the hosts' weights are invalid until a push succeeds.
+        Raises StateError while one samples. After any error the hosts' weights are invalid until a publish succeeds.
         """
-        for _ in range(MAX_RESTARTS + 1):
-            try:
-                return self._push(self.places)
-            except HostDied as death:
-                self._replace_dead(death)
-        raise PeerError(f"hosts ended in each of {MAX_RESTARTS + 1} pushes of the weights; the log says how")
+        self._settle()
+        self._publish()
+
+    def begin_publish(self) -> None:
+        """Begin `publish` in a thread, where the hosts work beside this process: in processes of their own, and awake.
+        The next `open` waits for its end. Until then the policy's weights must stand still: `writing` sees to it."""
+        beside = all(place.host.connection is not None for place in self.places)
+        if beside and all(place.states.weights is Residency.RESIDENT for place in self.places):
+            self._settle()
+            self._handing = self._thread.submit(self._publish, self._loading(self.places))
+
+    @contextmanager
+    def writing(self, who: str) -> Iterator[None]:
+        """The policy's weights change in this block. Raises StateError while a host samples from them or takes them; an
+        error in the block leaves the hosts' weights invalid until the next publish, as they may read them in place."""
+        with ExitStack() as stack:
+            for place in self.places:
+                if place.states.weights is Residency.RESIDENT:
+                    stack.enter_context(place.states.writing(who))
+            yield
+
+    def metrics(self) -> dict[str, float]:
+        """Of the publish that the newest rollout is under, all hosts together: bytes of parameters by the way that new
+        weights reach them, bytes that were sent, and seconds from begin to end."""
+        return self._metrics
 
     def sleep(self) -> None:
         """Give the hosts' memory back: weights and KV cache lose their content. `open` wakes them."""
@@ -111,10 +154,16 @@ class HostedEngine:
         _on_all(self.places, "sleep")
 
     def close(self) -> None:
-        """End all hosts."""
+        """End all hosts, and a publish that runs."""
+        self._closed = True
+        ended = [place.host for place in self.places]
         for place in self.places:
             place.reading.close()
             place.host.close()
+        self._thread.shutdown()  # a publish that waits for a host has heard of its end
+        for place in self.places:
+            if place.host not in ended:  # it had just been started again
+                place.host.close()
         self.places = []
 
     def revive(self, place: _Place, version: int) -> None:
@@ -128,7 +177,7 @@ class HostedEngine:
                 f"v{self.policy.weight_version} by now, so what it owed cannot be sampled again"
             )
         self._start_again(place)
-        self._push([place])
+        self._push([place], self._loading([place]))
         requests = _regrouped(place.owed)
         place.owed.clear()
         for request in requests:
@@ -151,21 +200,80 @@ class HostedEngine:
             raise
         place.owed |= {(request.rollout_id, index): request for index in request.indices}
 
-    def _push(self, places: Sequence[_Place]) -> None:
-        version, tensors = self.policy.weight_version, merged_tensors(self.policy.model)
-        buckets = list(in_buckets(tensors, self.bucket_limit))
-        with ExitStack() as writing, torch.no_grad():
+    def _settle(self) -> None:
+        """Wait for the publish that was begun; each of its waits has a deadline and names its host."""
+        handing, self._handing = self._handing, None
+        if handing is not None:
+            try:
+                handing.result()
+            except Exception as error:
+                error.add_note("in the publish that ran beside the work after the optimizer step")
+                raise
+
+    def _publish(self, hold: ExitStack | None = None) -> None:
+        """hold: what `_loading` gave for all places, so that a publish is under way before its thread runs."""
+        begin_s = time.monotonic()
+        for _ in range(MAX_RESTARTS + 1):
+            try:
+                self._push(self.places, hold or self._loading(self.places))
+                self._publish_s = time.monotonic() - begin_s
+                return
+            except HostDied as death:
+                hold = None
+                if self._closed:
+                    raise
+                self._replace_dead(death)
+        raise PeerError(f"hosts ended in each of {MAX_RESTARTS + 1} pushes of the weights; the log says how")
+
+    def _loading(self, places: Sequence[_Place]) -> ExitStack:
+        """The weights of `places` as somebody's who replaces them, until it is closed. Raises StateError."""
+        with ExitStack() as stack:
             for place in places:
-                writing.enter_context(place.states.loading(f"the push of v{version} into {place.host.name}"))
+                what = f"the push of v{self.policy.weight_version} into {place.host.name}"
+                stack.enter_context(place.states.loading(what))
+            for place in places:
                 place.version = None
-            _on_all(places, "begin_load")
-            memory = None if self.direct else Segment.create(max(map(bucket_bytes, buckets)), torch.device("cpu"))
-            for stored in buckets:
-                bucket: WeightBucket = DirectBucket(tuple(stored)) if memory is None else fill(memory, stored)
-                _on_all(places, "load", bucket)
-            _on_all(places, "end_load")
+            return stack.pop_all()
+
+    def _push(self, places: Sequence[_Place], hold: ExitStack) -> None:
+        """Weights to the hosts of `places`: all, or those that they do not take from training's storage."""
+        version, tensors = self.policy.weight_version, merged_tensors(self.policy.model)
+        told = [place for place in places if place.sharing is not None]
+        untold = [place for place in places if place.sharing is None]
+        with hold, torch.no_grad():
+            self._pushed_bytes = 0
+            if told:
+                left = frozenset[str]().union(*(place.sharing.pushed_sources for place in told if place.sharing))
+                self._load(told, [item for item in tensors if item.name in left])
+            if untold:
+                self._load(untold, tensors)
+                self._share(untold)
         for place in places:
             place.version = version
+
+    def _load(self, places: Sequence[_Place], tensors: Sequence[StoredTensor]) -> None:
+        buckets = list(in_buckets(tensors, self.bucket_limit))
+        _on_all(places, "begin_load")
+        memory = None
+        if buckets and not self.direct:
+            memory = Segment.create(max(map(bucket_bytes, buckets)), torch.device("cpu"))
+        for stored in buckets:
+            bucket: WeightBucket = DirectBucket(tuple(stored)) if memory is None else fill(memory, stored)
+            _on_all(places, "load", bucket)
+        _on_all(places, "end_load")
+        self._pushed_bytes += len(places) * sum(item.num_bytes for item in tensors)
+
+    def _share(self, places: Sequence[_Place]) -> None:
+        """Let hosts that just got all weights take from training's storage what they can."""
+        if self.lent is None:
+            return
+        loan = self.lent.loan(direct=self.direct)
+        for place, sharing in zip(places, _on_all(places, "share", loan), strict=True):
+            place.sharing = sharing
+            ways = ", ".join(f"{sharing.nbytes(way):,} bytes {way}" for way in Way)
+            _log.info("weights of %s: %s", place.host.name, ways)
+            for reason, nbytes in sharing.reasons.items():
+                _log.info("pushed into %s, %s bytes: %s", place.host.name, f"{nbytes:,}", reason)
 
     def _replace_dead(self, death: HostDied) -> None:
         for place in self.places:
@@ -176,7 +284,7 @@ class HostedEngine:
     def _start_again(self, place: _Place) -> None:
         place.reading.close()
         place.host.close()
-        place.version = None
+        place.version = place.sharing = None
         place.states = ResidencyStates()
         place.states.release_weights()  # the new host's weights are not valid before a push
         place.states.wake_weights()
@@ -252,16 +360,18 @@ class HostedRollout:
                 death = another
 
 
-def _on_all(places: Sequence[_Place], method: str, *args: object) -> None:
-    """Raises HostDied only when all have ended: until then one may still read what it was given."""
+def _on_all(places: Sequence[_Place], method: str, *args: object) -> list[Any]:
+    """What each returns. Raises HostDied only when all have ended: until then one may still read what it was given."""
     deaths: list[HostDied] = []
+    results: list[Any] = []
     for waiter in [place.host.call(method, *args) for place in places]:
         try:
-            waiter()
+            results.append(waiter())
         except HostDied as death:
             deaths.append(death)
     if deaths:
         raise deaths[0]
+    return results
 
 
 def _regrouped(owed: dict[tuple[int, int], Request]) -> list[Request]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -82,11 +82,13 @@ class Host(Protocol):
         Raises HostDied, and what the host raised.
         """
 
-    def call(self, method: str, *args: object) -> Callable[[], None]:
-        """Begin one of the methods below; the function that is returned waits for its end.
+    def call(self, method: str, *args: object) -> Callable[[], Any]:
+        """Begin one of the methods below; the function that is returned waits for its end, and returns its result.
 
         begin_load(), load(bucket), end_load(): replace all weights, bucket by bucket, then drop every cache that
-        depends on them. sleep(), wake_weights(), wake_kv(): give device memory back, and take it again.
+        depends on them. share(loan) -> EngineSharing, after a load: take from training's storage what can be taken;
+        later loads bring the rest alone, which may be nothing. sleep(), wake_weights(), wake_kv(): give device memory
+        back, and take it again.
         """
 
     def close(self) -> None:

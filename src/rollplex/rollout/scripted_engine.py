@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollplex.errors import EngineError
-from rollplex.rollout.engine import Finished, SamplingParams
+from rollplex.rollout.engine import Finished, NothingToPublish, SamplingParams
 from rollplex.rollout.local_engine import PrefixSource
 from rollplex.types import PromptSpec, Response
 
 
-class ScriptedEngines:
+class ScriptedEngines(NothingToPublish):
     """`rollout.engines.Engines` that opens the same script for every rollout."""
 
     reads_prefixes = True  # it needs none, but the update's prefix passes are then those of the local engine

@@ -38,7 +38,7 @@ class ServerHost:
         self.settings, self.log, self.start_timeout_s = settings, log, start_timeout_s
         self.ready = False
         self._finished: list[Finished] = []
-        self._done = 0  # calls that the process answered
+        self._results: list[Any] = []  # of the calls that the process answered
         self._called = 0
         parent, child = Pipe()
         self.connection: Connection | None = parent
@@ -73,14 +73,19 @@ class ServerHost:
         finished, self._finished = self._finished, []
         return finished
 
-    def call(self, method: str, *args: object) -> Callable[[], None]:
+    def call(self, method: str, *args: object) -> Callable[[], Any]:
         """Begin a method; wait for its end at most `settings.timeout_s`."""
         self._called += 1
         number = self._called
         self._outbox.put(("call", method, args))
-        return lambda: self._wait(
-            lambda: self._done >= number, self.settings.timeout_s, method, "rollout.vllm.call_timeout_s"
-        )
+
+        def wait() -> Any:
+            self._wait(
+                lambda: len(self._results) >= number, self.settings.timeout_s, method, "rollout.vllm.call_timeout_s"
+            )
+            return self._results[number - 1]
+
+        return wait
 
     def close(self) -> None:
         """End the process and all that it started."""
@@ -116,7 +121,7 @@ class ServerHost:
         elif kind == "ready":
             self.ready = True
         elif kind == "done":
-            self._done += 1
+            self._results.append(content[0])
         elif kind == "error":
             raise content[0]
 
@@ -196,8 +201,7 @@ def _obey(connection: Connection, outbox: _Outbox, host: Host) -> None:
                 host.submit(content[0])
                 unfinished += sum(len(request.indices) for request in content[0])
             else:
-                host.call(content[0], *content[1])()
-                outbox.put(("done",))
+                outbox.put(("done", host.call(content[0], *content[1])()))
         finished = host.poll()
         unfinished -= len(finished)
         if finished or time.monotonic() - told_s > _SIGN_OF_LIFE_S:

@@ -1,8 +1,8 @@
-"""One vLLM engine in this process. The only module that imports vllm, and only when an engine is built.
+"""One vLLM engine in this process. It and vllm_worker.py alone import vllm, and only when an engine is built.
 
 vLLM is given what our processor made, not the media: the expanded token ids, the pixel patches and the positions of the
 PromptSpec. So the processor runs once per prompt, nothing is expanded twice, and rollout and training see the same
-positions. Two methods of vLLM's model are wrapped for that, in every worker (`WorkerHooks.rollplex_prepare`):
+positions. Two methods of vLLM's model are wrapped for that, in every worker (vllm_worker.py):
 positions come with the prompt, and logits are divided by the temperature before vLLM sees them, because the log-probs
 that it reports are those of the logits it is given, before temperature, bans and filters.
 """
@@ -25,7 +25,10 @@ from rollplex.errors import ConfigError, EngineError, StateError
 from rollplex.rollout.engine import Finished, SamplingParams
 from rollplex.rollout.hosting import HostDied, HostSettings, Request, WeightBucket
 from rollplex.rollout.sampling import keyed_seed
+from rollplex.rollout.vllm_worker import WorkerHooks, positions_field
 from rollplex.types import FinishReason, PromptSpec, Response
+from rollplex.weights.lending import EngineSharing, decide
+from rollplex.weights.loan import Loan
 
 # Only whole blocks of a prompt are shared between its responses; this is the smallest that vLLM's kernels for GPU and
 # CPU both take.
@@ -99,13 +102,16 @@ class VllmHost:
             outputs = self.engine.step()
         return [self._finished(output) for output in outputs if output.finished]
 
-    def call(self, method: str, *args: object) -> Callable[[], None]:
+    def call(self, method: str, *args: object) -> Callable[[], Any]:
         """Run a method to its end at once."""
-        getattr(self, method)(*args)
-        return lambda: None
+        result = getattr(self, method)(*args)
+        return lambda: result
 
     def begin_load(self) -> None:
-        """All weights are about to be replaced. Raises StateError while responses are being sampled."""
+        """Weights are about to be replaced: all, or after `share` those that it left to be pushed.
+
+        Raises StateError while responses are being sampled.
+        """
         if self.asked:
             raise StateError(f"{self.name} is sampling {len(self.asked)} responses; load weights when it is not")
         self._workers("rollplex_begin_load")
@@ -115,7 +121,8 @@ class VllmHost:
         self._workers("rollplex_load", bucket)
 
     def end_load(self) -> None:
-        """Finish the load and drop all that was computed from older weights: prompts' keys and values, media features.
+        """Finish the load, pack anew what is packed from training's storage, and drop all that was computed from older
+        weights: prompts' keys and values, media features.
 
         Raises EngineError when a weight of the engine was not among those loaded.
         """
@@ -128,6 +135,15 @@ class VllmHost:
         self.engine.reset_encoder_cache()
         if not self.engine.reset_prefix_cache():
             raise StateError(f"{self.name} could not drop its prefix cache: responses still hold parts of it")
+
+    def share(self, loan: Loan) -> EngineSharing:
+        """Let workers take from training's storage what they can, just after all weights were loaded from it."""
+        reports = self._workers("rollplex_layers")
+        judged = [
+            [decide(layer, loan.terms, rank=rank, degree=len(reports)) for layer in layers]
+            for rank, layers in enumerate(reports)
+        ]
+        return EngineSharing(tuple(self._workers("rollplex_share", loan, judged)))
 
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back; both lose their content."""
@@ -195,59 +211,6 @@ class VllmHost:
         return Finished(request.rollout_id, Response(asked.index, tokens, logps, _FINISH[made.finish_reason]))
 
 
-class WorkerHooks:
-    """Methods that vLLM adds to its worker class (worker_extension_cls); each runs in every worker."""
-
-    model_runner: Any  # of vLLM's worker
-    _rollplex_loaded: set[str]
-    _rollplex_wanted: set[str]  # not empty: a load is open
-
-    def rollplex_prepare(self, temperature: float) -> None:
-        """Wrap the two methods of the model that the module's text names."""
-        model = self.model_runner.get_model()
-        own_positions, own_logits = model.get_mrope_input_positions, model.compute_logits
-
-        def positions(input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
-            if not mm_features:
-                own: tuple[torch.Tensor, int] = own_positions(input_tokens, mm_features)
-                return own
-            first = mm_features[0]
-            given = first.data[_positions_field(first.modality)].data
-            return given[:, :-1], int(given[0, -1]) - len(input_tokens)
-
-        def logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-            raw = own_logits(*args, **kwargs)  # None on ranks that do not sample
-            return None if raw is None else raw.float() / temperature
-
-        model.get_mrope_input_positions = positions
-        if temperature != 1.0:
-            model.compute_logits = logits
-
-    def rollplex_begin_load(self) -> None:
-        """Open vLLM's in-place reload: layers take checkpoint tensors until it is finished. One that was broken off is
-        closed first, since half a layer of it may be waiting."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        if getattr(self, "_rollplex_wanted", None):
-            self.rollplex_end_load()
-        self._rollplex_loaded = set()
-        self._rollplex_wanted = {name for name, _ in self.model_runner.get_model().named_parameters()}
-        initialize_layerwise_reload(self.model_runner.get_model())
-
-    def rollplex_load(self, bucket: WeightBucket) -> None:
-        """Write a bucket's tensors."""
-        with torch.no_grad():
-            self._rollplex_loaded |= self.model_runner.get_model().load_weights(bucket.tensors())
-
-    def rollplex_end_load(self) -> set[str]:
-        """Close the reload; names of parameters that got no value."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self.model_runner.get_model(), self.model_runner.model_config)
-        missing, self._rollplex_wanted = self._rollplex_wanted - self._rollplex_loaded, set()
-        return missing
-
-
 def _build_engine(settings: HostSettings) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -273,7 +236,7 @@ def _build_engine(settings: HostSettings) -> Any:
         mm_processor_cache_gb=0,  # our processor ran already
         mm_device_do_normalize=False,  # and normalised; load_format=dummy would fill vLLM's constants for it with noise
         generation_config="vllm",  # nothing of how to sample is read from the model's files
-        worker_extension_cls=f"{__name__}.{WorkerHooks.__name__}",
+        worker_extension_cls=f"{WorkerHooks.__module__}.{WorkerHooks.__name__}",
         disable_log_stats=True,
         seed=0,
     )
@@ -329,7 +292,7 @@ def _vllm_prompt(spec: PromptSpec, merge_area: int) -> Any:
         data[f"pixel_values{suffix}"] = pixels
         fields[f"pixel_values{suffix}"] = MultiModalFieldConfig.flat_from_sizes(modality, sizes)
         # All items carry the prompt's positions: vLLM wants as many of each field as there are items.
-        each = {f"{modality}_grid_thw": grids, _positions_field(modality): positions.expand(len(grids), -1, -1)}
+        each = {f"{modality}_grid_thw": grids, positions_field(modality): positions.expand(len(grids), -1, -1)}
         data |= each
         fields |= dict.fromkeys(each, MultiModalFieldConfig.batched(modality, keep_on_cpu=True))
         runs = visual_P.nonzero().squeeze(1).split((sizes // merge_area).tolist())
@@ -341,11 +304,6 @@ def _vllm_prompt(spec: PromptSpec, merge_area: int) -> Any:
     if not data:
         return tokens_input(ids)
     return mm_input(ids, MultiModalKwargsItems.from_hf_inputs(BatchFeature(data), fields), hashes, places)
-
-
-def _positions_field(modality: str) -> str:
-    """The field of a media item that carries the prompt's positions; the last column is where responses start."""
-    return f"rollplex_{modality}_positions"
 
 
 def _place(visual_P: torch.Tensor, run: torch.Tensor) -> Any:

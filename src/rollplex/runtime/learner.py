@@ -185,6 +185,7 @@ class Learner:
                 sum(self.team.of_replicas([self._encode_calls() - encoded], "prompts encoded"))
             ),
             **self.overlap.metrics(sample),
+            **self.engines.metrics(),
             "step_time": watch.total(),
             **watch.metrics(),
         }

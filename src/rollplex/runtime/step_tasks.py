@@ -135,7 +135,8 @@ class StepTasks:
         elif task.phase is Phase.OPTIMIZER:
             with self._during(task.phase):
                 self._optimizer()
-        # PUBLISH: engines take weights when the next rollout opens them (begin_decode)
+        elif self._weights_stay():  # PUBLISH. Engines that take weights in this process do in begin_decode.
+            self._engines.begin_publish()
 
     def begin_decode(self, group: int) -> None:
         """Queue the unit's responses."""
@@ -282,12 +283,18 @@ class StepTasks:
         self.loss_scale = 1.0
         if step.deferred:
             self.loss_scale = self.updater.totals(groups).deferred_scale(self.updater.settings.loss_type)
-        with self.states.writing(f"optimizer step {self.updater.optimizer.num_steps + 1}"):
+        who = f"optimizer step {self.updater.optimizer.num_steps + 1}"
+        with self.states.writing(who), self._engines.writing(who):
             self._done.append(self.updater.apply(groups, scale=self.loss_scale))
         self._metrics += [metrics for metrics, _ in step.results]
         self._stats += [stats for _, stats in step.results] if step.first_epoch else []
 
     # parts of phases
+
+    def _weights_stay(self) -> bool:
+        """Whether the next rollout is of the weights as they are now, and there is one."""
+        last = len(self._done) == self._current().spec.optimizer_steps
+        return last and self._state.global_step + 1 < self._state.max_steps
 
     def _during(self, phase: Phase) -> AbstractContextManager[None]:
         return nullcontext() if self._residency is None else self._residency.during(phase)
