@@ -26,7 +26,7 @@ from typer.core import TyperCommand
 from rollplex import __version__
 from rollplex.config import Config
 from rollplex.errors import ConfigError, ModelError, RollplexError, RowError
-from rollplex.parallel.launch import launched, voice
+from rollplex.parallel.launch import launched, refuse_several, voice
 from rollplex.recipes.load import load_config
 from rollplex.recipes.options import all_groups, all_options
 from rollplex.recipes.packaged import packaged_names, packaged_recipe, recipe_path
@@ -277,10 +277,12 @@ def demo(
 ) -> None:
     """Make a small vision-language model, warm it up, and see its reward rise under GRPO. Minutes on two cores."""
     from rollplex.runtime.reward_chart import rise
+    from rollplex.runtime.run_folder import free_folder
 
     console = Console(highlight=False)
     with _clean_errors(show_traceback):
-        defaults = [f"run.seed={seed}", f"run.output_dir={_new_folder(Path('runs/demo'))}"]
+        refuse_several(os.environ, "rollplex demo", "rollplex train demo")
+        defaults = [f"run.seed={seed}", f"run.output_dir={free_folder(Path('runs/demo'))}"]
         result = _run(load_config(packaged_recipe("demo"), [*defaults, *(overrides or ())]), console)
         change = rise(result.rewards)
         if min_rise is not None and (change is None or change.difference < min_rise):
@@ -346,15 +348,6 @@ def _summary(result: RunResult, console: Console) -> Iterator[str]:
 def _evaluation(metrics: Mapping[str, float]) -> Iterator[str]:
     if metrics:
         yield "evaluation: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-
-
-def _new_folder(wanted: Path) -> Path:
-    """`wanted`, or with the first free number behind it: the demo never writes into an earlier run."""
-    folder, number = wanted, 1
-    while folder.exists():
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder
 
 
 def _prepare_libraries(console: Console) -> None:

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.schedule.registry import schedule_named
+from rollplex.runtime.learner import check_schedule
+from rollplex.schedule.registry import HYBRID_SCHEDULES, POOL_SCHEDULES, schedule_named
 from rollplex.schedule.scripted import Durations, ScriptedExecutor
 from rollplex.schedule.spec import REFERENCE, AdvantageScope, Hold, Phase, PrefixMode, StepSpec, Task
 from rollplex.schedule.step import Lane, Launch, Limits, run_step
@@ -98,3 +100,12 @@ def test_what_it_refuses(changes: dict[str, object], limits: Limits, message: st
     spec = replace(StepSpec(num_groups=2, reference=True), **changes)
     with pytest.raises(ConfigError, match=message):
         schedule_named("hybrid").check(spec, limits)
+
+
+@pytest.mark.parametrize("name", [*HYBRID_SCHEDULES, *POOL_SCHEDULES])
+def test_a_run_of_this_process_refuses_devices_of_two_kinds(name: str) -> None:
+    config = Config.model_validate({"model": {"build": {}}, "schedule": {"name": name}, "algorithm": {"beta": 0.1}})
+    with pytest.raises(
+        ConfigError, match=rf"schedule\.name '{name}'.*rollplex simulate.*one of serial, rollplex, stream"
+    ):
+        check_schedule(config)

@@ -39,6 +39,13 @@ def launched(environment: Mapping[str, str]) -> Launch:
     return Launch(rank, world, local_rank)
 
 
+def refuse_several(environment: Mapping[str, str], command: str, instead: str) -> None:
+    """Raises ConfigError where torchrun has started more than one process of a command that is one."""
+    world = launched(environment).world
+    if world > 1:
+        raise ConfigError(f"{command} is one process, and torchrun has started {world}; start {instead!r} so instead")
+
+
 def voice(environment: Mapping[str, str]) -> str:
     """What an error message begins with where several processes write to one terminal."""
     several = environment.get("WORLD_SIZE", "1") != "1" and all(name in environment for name in (*_PLACE, *_MEETING))

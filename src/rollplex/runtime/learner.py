@@ -32,7 +32,7 @@ from rollplex.runtime.step_tasks import StepTasks
 from rollplex.runtime.stopwatch import Stopwatch
 from rollplex.runtime.units import Unit, cut_units
 from rollplex.schedule.overlap import OverlapControl, StepSample
-from rollplex.schedule.registry import schedule_named
+from rollplex.schedule.registry import HYBRID_SCHEDULES, POOL_SCHEDULES, SCHEDULES, schedule_named
 from rollplex.schedule.spec import PER_STEP, PREFIXES, Phase, PrefixMode, StepSpec
 from rollplex.schedule.spec_from_config import prefix_mode, steps_of_rollout
 from rollplex.schedule.step import Limits, Schedule, run_step
@@ -66,7 +66,13 @@ class StepOutcome:
 
 def check_schedule(config: Config) -> None:
     """Raises ConfigError when the schedule that `config` names does not exist, or cannot run its steps."""
-    schedule = schedule_named(config.schedule.name)
+    name = config.schedule.name
+    if name in HYBRID_SCHEDULES | POOL_SCHEDULES:
+        raise ConfigError(
+            f"schedule.name {name!r} needs devices of two kinds, which only virtual time has (rollplex simulate "
+            f"--schedule {name}); here it is one of {', '.join(SCHEDULES)}, or 'module:Name'"
+        )
+    schedule = schedule_named(name)
     minibatches = [1] * config.algorithm.steps_per_generation
     for spec in steps_of_rollout(config, prefill_is_actor_prefix=False, minibatches=minibatches):
         schedule.check(spec, Limits())

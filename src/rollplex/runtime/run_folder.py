@@ -150,6 +150,15 @@ class RunFolder:
         completions.drop_after(self.path / "completions", step)
 
 
+def free_folder(wanted: Path) -> Path:
+    """`wanted`, or with the first free number behind it, for a run that never goes on with an earlier one."""
+    folder, number = wanted, 1
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, without a last one that is cut. Raises CheckpointError for damage before it."""
     path = Path(path)
