@@ -53,8 +53,13 @@ def test_auto_is_off_on_a_cpu_and_on_is_on(made: Rig) -> None:
     ],
 )
 def test_counted_memory_and_graphs_are_refused_together(made: Rig, sections: dict[str, Any], option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"decode_graphs is on, but .*{option} is set; leave one of them out"):
+    with pytest.raises(ConfigError, match=rf"decode_graphs is on, but {option} is set, .*; leave one of them out"):
         decode_graphs(config_of(rollout={"decode_graphs": "on"}, **sections), made.policy)
+
+
+def test_processes_that_share_the_work_are_refused(made: Rig) -> None:
+    with pytest.raises(ConfigError, match="decode_graphs is on, but 2 processes share the work"):
+        decode_graphs(config_of(rollout={"decode_graphs": "on"}), made.policy, processes=2)
 
 
 def test_vllm_has_graphs_of_its_own() -> None:

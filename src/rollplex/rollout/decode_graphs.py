@@ -29,20 +29,29 @@ MOST_STEPS = 64  # captured; the one that was longest unused goes first
 LEAST_POSITIONS = 1024  # of the rotary tables, which steps know by address too
 
 
-def decode_graphs(config: Config, policy: Policy) -> DecodeGraphs | None:
-    """Those of a run in this process, None where it decodes without. Raises ConfigError for rollout.decode_graphs=on
-    beside an option that counts memory which they hold."""
+def decode_graphs(config: Config, policy: Policy, *, processes: int = 1) -> DecodeGraphs | None:
+    """Those of a run of so many processes, None where it decodes without. Raises ConfigError for
+    rollout.decode_graphs=on where that cannot be done or would hold memory which is counted."""
     choice = config.rollout.decode_graphs
     if choice == "off" or (choice == "auto" and policy.device.type != "cuda"):
         return None
-    counted = {"memory.cap_gib": config.memory.cap_gib is not None, "run.memory_steps": bool(config.run.memory_steps)}
-    found = [option for option, is_set in counted.items() if is_set]
+    reasons = {
+        "memory.cap_gib is set, and padded caches that stay between rollouts are in no plan": (
+            config.memory.cap_gib is not None
+        ),
+        "run.memory_steps is set, and padded caches that stay between rollouts are in no plan": (
+            bool(config.run.memory_steps)
+        ),
+        f"{processes} processes share the work: a step has sums over them in it, or reads gathered weights": (
+            processes > 1
+        ),
+    }
+    found = "; ".join(reason for reason, holds in reasons.items() if holds)
     if not found:
         return DecodeGraphs(policy)
-    reason = f"their padded caches stay between rollouts and are in no memory plan, and {' and '.join(found)} is set"
     if choice == "on":
-        raise ConfigError(f"rollout.decode_graphs is on, but {reason}; leave one of them out")
-    logger.info("decoding without CUDA graphs (rollout.decode_graphs is auto): %s", reason)
+        raise ConfigError(f"rollout.decode_graphs is on, but {found}; leave one of them out")
+    logger.info("decoding without CUDA graphs (rollout.decode_graphs is auto): %s", found)
     return None
 
 

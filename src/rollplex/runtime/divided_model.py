@@ -26,6 +26,7 @@ from rollplex.parallel.data_shards import DataShards
 from rollplex.parallel.groups import rollout_ranks
 from rollplex.parallel.team import ProcessTeam
 from rollplex.rollout.block_engine import BlockEngines
+from rollplex.rollout.decode_graphs import decode_graphs
 from rollplex.rollout.engines import Engines, LocalEngines
 from rollplex.runtime.run_memory import run_memory
 from rollplex.runtime.session import Session
@@ -103,7 +104,7 @@ class DividedModel:
         """The local engine: on the weights of training, or on the rollout's views of them."""
         rows, team = self.config.rollout.max_decode_rows, self.team
         if self._sampler is None:
-            return LocalEngines(self.policy, rows)
+            return LocalEngines(self.policy, rows, decode_graphs(self.config, self.policy, processes=team.size))
         groups, block = team.arranged.rollout_groups, team.grid.tensor.peers
         # Ranks of one rollout group are `groups` apart in their block (parallel/groups.py).
         return BlockEngines(self._sampler, block, group=team.place % groups, groups=groups, max_rows=rows)
