@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,8 @@ from rollplex.rollout.local_engine import LocalEngine
 
 class LocalHost:
     """Loads `model_folder`. A file there is an order for one process, which removes it: `die-in-load` ends it at the
-    second bucket, `lose-a-worker` makes it tell while it samples that a process of its own has ended."""
+    second bucket, `lose-a-worker` makes it tell while it samples that a process of its own has ended, `stop` makes it
+    stand still after its first step of sampling."""
 
     def __init__(self, settings: HostSettings, name: str = "local"):
         self.name, self.connection, self.last_heard_s = name, None, 0.0
@@ -54,6 +56,9 @@ class LocalHost:
             raise HostDied(self.name, "lost worker processes: one of the test")
         finished = [item for engine in self.engines for item in engine.step()]
         self.engines = [engine for engine in self.engines if engine.busy]
+        with suppress(FileNotFoundError):
+            (self.folder / "stop").unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
         return finished
 
     def call(self, method: str, *args: object) -> Callable[[], None]:
@@ -95,3 +100,10 @@ class LocalHost:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class NeverReady:
+    """A host whose start does not end."""
+
+    def __init__(self, settings: HostSettings, name: str):
+        time.sleep(3600)

@@ -46,12 +46,13 @@ class RssPeak:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        while True:  # a sample at least, however soon the end comes
             try:
                 self.peak = max(self.peak, self._process.memory_info().rss)
             except psutil.NoSuchProcess:
                 return
-            self._stop.wait(SAMPLE_SECONDS)
+            if self._stop.wait(SAMPLE_SECONDS):
+                return
 
 
 @dataclass(frozen=True, slots=True)

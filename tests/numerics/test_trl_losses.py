@@ -408,7 +408,7 @@ def test_several_weighted_reward_functions() -> None:
     responses = tuple(Response(i, (1,), (0.0,), FinishReason.STOP) for i in range(3))
     groups = [Group(i, Example(i, "p", columns={"turn": i}), None, responses, 0) for i in (0, 1)]  # type: ignore[arg-type]
     pending = [runner.submit(group, ["x"] * 3, TrainerState(0, 1)) for group in groups]
-    scores = [p.result(timeout_s=20) for p in pending]
+    scores = [p.result(timeout_s=120) for p in pending]
     runner.close()
     rewards = [list(s.rewards) for s in scores]
     mine = compute_advantages(rewards, estimator="group")
@@ -482,7 +482,7 @@ def test_reward_functions_get_the_same_keywords_as_from_trl(chat: bool) -> None:
         tuple(Response(i, tuple(t), (0.0,) * len(t), FinishReason.STOP) for i, t in enumerate(ids)), 0,
     )  # fmt: skip
     runner = RewardRunner(RewardConfig(), [plain, judge])
-    scores = runner.submit(group, texts, TrainerState(3, 9)).result(timeout_s=20)
+    scores = runner.submit(group, texts, TrainerState(3, 9)).result(timeout_s=120)
     runner.close()
     from_trl, from_us = seen
     assert set(from_us) - set(from_trl) == {"images", "videos"} and set(from_trl) <= set(from_us)

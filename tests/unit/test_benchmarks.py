@@ -152,7 +152,7 @@ def fake_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_arm_runs_blocks_on_request_and_its_memory_is_seen_from_outside(fake_arm: str, tmp_path: Path):
-    with process.ArmProcess(fake_arm, arm_spec(0), tmp_path / "work", cores=None, timeout_s=30.0) as arm:
+    with process.ArmProcess(fake_arm, arm_spec(0), tmp_path / "work", cores=None, timeout_s=120.0) as arm:
         assert arm.name == "fake"
         block = arm.run_block(3)
         assert len(block.steps) == 3
@@ -161,7 +161,7 @@ def test_an_arm_runs_blocks_on_request_and_its_memory_is_seen_from_outside(fake_
 
 def test_an_arm_that_fails_is_reported_with_its_log(fake_arm: str, tmp_path: Path):
     with (
-        process.ArmProcess(fake_arm, arm_spec(1), tmp_path / "work", cores=None, timeout_s=30.0) as arm,
+        process.ArmProcess(fake_arm, arm_spec(1), tmp_path / "work", cores=None, timeout_s=120.0) as arm,
         pytest.raises(process.ArmError, match="the arm failed on purpose"),
     ):
         arm.run_block(1)

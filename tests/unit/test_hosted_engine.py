@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -27,6 +29,7 @@ from rollplex.weights.segment import Segment
 
 NAMES = ("image", "text", "two_images")
 PARAMS = SamplingParams(3, 24, seed=4)
+PATIENCE_S = 200.0  # for processes that answer soon unless something hangs, on a busy machine too
 
 
 def _settings(folder: Path) -> HostSettings:
@@ -40,7 +43,7 @@ def _settings(folder: Path) -> HostSettings:
         enforce_eager=True,
         temperature=1.0,
         sleep=False,
-        timeout_s=60.0,
+        timeout_s=PATIENCE_S,
     )
 
 
@@ -58,13 +61,27 @@ class _Hosted:
         self.engine = HostedEngine(
             self.policy,
             lambda number: ServerHost(
-                target, _settings(folder), f"server {number}", log=folder / f"{number}.log", start_timeout_s=90.0
+                target, _settings(folder), f"server {number}", log=folder / f"{number}.log", start_timeout_s=PATIENCE_S
             ),
             2,
             bucket_limit=1 << 18,  # a quarter of the weights
-            timeout_s=60.0,
+            timeout_s=PATIENCE_S,
             direct=False,
         )
+
+    def stopped(self, *numbers):
+        """A rollout of these prompts, and the place whose process stands still in the middle of it."""
+        rollout = self.engine.open(PARAMS)
+        (self.folder / "stop").touch()
+        for number in numbers:
+            rollout.admit(number, self.specs[number])
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            for place in self.engine.places:
+                if psutil.Process(place.host.process.pid).status() == psutil.STATUS_STOPPED:
+                    return rollout, place
+            time.sleep(0.01)
+        raise AssertionError("no process has stopped")
 
     def sample(self, rollout=None):
         rollout = rollout or self.engine.open(PARAMS)
@@ -106,16 +123,14 @@ def test_processes_sample_what_this_process_would(hosted):
 
 
 def test_a_killed_process_is_named_and_what_it_owed_is_sampled_again(hosted, caplog):
-    rollout = hosted.engine.open(PARAMS)
-    for number, spec in enumerate(hosted.specs):
-        rollout.admit(number, spec)
-    place = hosted.engine.places[0]
+    rollout, place = hosted.stopped(0, 1, 2)
     os.kill(place.host.process.pid, signal.SIGKILL)
-    name = place.host.name
+    name, owed = place.host.name, sorted({rollout_id for rollout_id, _ in place.owed})
+    assert owed in ([0, 2], [1])  # the host that owed least got the next prompt
     with caplog.at_level(logging.WARNING, "rollplex.rollout"):
         assert hosted.finish(rollout) == hosted.here()
     assert f"{name} was ended by SIGKILL; started again" in caplog.text
-    assert "of rollouts [0, 2] are sampled again" in caplog.text
+    assert f"{3 * len(owed)} responses of rollouts {owed} are sampled again" in caplog.text
 
 
 def test_a_process_that_lost_a_worker_counts_as_dead(hosted, caplog):
@@ -178,10 +193,9 @@ def test_a_prompt_or_push_too_many_is_refused_while_sampling(hosted):
 
 
 def test_what_a_dead_process_owed_is_not_sampled_from_newer_weights(hosted):
-    rollout = hosted.engine.open(PARAMS)
-    rollout.admit(0, hosted.specs[0])
+    rollout, place = hosted.stopped(0)
     hosted.policy.bump()
-    hosted.engine.places[0].host.process.kill()
+    place.host.process.kill()
     with pytest.raises(StateError, match="by now, so what it owed cannot be sampled again"):
         hosted.finish(rollout)
     hosted.policy.weight_version -= 1
@@ -189,33 +203,32 @@ def test_what_a_dead_process_owed_is_not_sampled_from_newer_weights(hosted):
 
 
 def test_a_hung_process_ends_the_wait_by_name(hosted):
-    rollout = hosted.engine.open(PARAMS)
-    rollout.admit(7, hosted.specs[0])
-    process = hosted.engine.places[0].host.process
-    process.send_signal(signal.SIGSTOP)
+    rollout, place = hosted.stopped(2)
+    process = place.host.process
     hosted.engine.timeout_s = 0.5
     try:
-        message = rf"process {process.pid}\) gave no sign of life .* 3 responses of rollouts \[7\].*timeout_s"
+        message = rf"process {process.pid}\) gave no sign of life .* 3 responses of rollouts \[2\].*timeout_s"
         with pytest.raises(DeadlineError, match=message):
             hosted.finish(rollout)
     finally:
-        hosted.engine.timeout_s = 60.0
+        hosted.engine.timeout_s = PATIENCE_S
         process.send_signal(signal.SIGCONT)
     hosted.finish(rollout)
 
 
 def test_a_process_that_dies_again_and_again_ends_the_run(hosted):
-    rollout = hosted.engine.open(PARAMS)
-    rollout.admit(0, hosted.specs[0])
+    rollout, place = hosted.stopped(0)
     rollout.restarts_left = 0
-    hosted.engine.places[0].host.process.kill()
+    place.host.process.kill()
     with pytest.raises(PeerError, match=f"was ended by SIGKILL; it was end {MAX_RESTARTS + 1} in one rollout"):
         hosted.finish(rollout)
 
 
 def test_an_error_of_the_process_arrives_here(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    host = ServerHost("local_host:LocalHost", _settings(tmp_path), "server", log=tmp_path / "log", start_timeout_s=90.0)
+    host = ServerHost(
+        "local_host:LocalHost", _settings(tmp_path), "server", log=tmp_path / "log", start_timeout_s=PATIENCE_S
+    )
     with pytest.raises((ConfigError, EngineError, ValueError), match="config.json|model_type"):
         host.wait_ready()
     host.close()
@@ -224,7 +237,7 @@ def test_an_error_of_the_process_arrives_here(tmp_path):
 
 def test_a_start_that_takes_too_long_names_the_option(tmp_path):
     host = ServerHost(
-        "local_host:LocalHost", _settings(tmp_path), "server 3", log=tmp_path / "log", start_timeout_s=0.01
+        "local_host:NeverReady", _settings(tmp_path), "server 3", log=tmp_path / "log", start_timeout_s=0.01
     )
     with pytest.raises(
         DeadlineError, match=r"server 3 \(process \d+\) did not end its start .*start_timeout_s.*last output: none"
@@ -278,7 +291,12 @@ def test_the_host_of_these_tests_is_one(tmp_path):
     made = tiny_rig("qwen2_5_vl", torch.float32)
     save_pretrained(made.policy.model, made.loaded.processor, tmp_path)
     engine = HostedEngine(
-        made.policy, lambda _: LocalHost(_settings(tmp_path)), 1, bucket_limit=1 << 18, timeout_s=60.0, direct=True
+        made.policy,
+        lambda _: LocalHost(_settings(tmp_path)),
+        1,
+        bucket_limit=1 << 18,
+        timeout_s=PATIENCE_S,
+        direct=True,
     )
     rollout = engine.open(replace(PARAMS, greedy=True))
     rollout.admit(0, made.specs(("image",))[0])

@@ -160,7 +160,7 @@ def test_threads_never_read_while_one_writes() -> None:
     start = threading.Barrier(4)
 
     def read() -> None:
-        start.wait(timeout=30)
+        start.wait(timeout=120)
         for _ in range(300):
             try:
                 with states.reading("reader"):
@@ -169,7 +169,7 @@ def test_threads_never_read_while_one_writes() -> None:
                 continue
 
     def write() -> None:
-        start.wait(timeout=30)
+        start.wait(timeout=120)
         for _ in range(300):
             try:
                 with states.writing("writer"):
@@ -182,7 +182,7 @@ def test_threads_never_read_while_one_writes() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert not any(torn)
     assert weights[0] == weights[1] == states.version

@@ -146,13 +146,13 @@ def test_a_writer_waits_for_its_readers_and_goes_before_later_ones() -> None:
 
     def write() -> None:
         waiting.set()
-        with version.writing("optimizer", wait_s=20.0):
+        with version.writing("optimizer", wait_s=120.0):
             order.append("write")
 
     writer = threading.Thread(target=write)
     with version.reading("decode"):
         writer.start()
-        waiting.wait(20.0)
+        waiting.wait(120.0)
         late = DeadlineError
         while late is DeadlineError:  # until the writer has the gate, readers still get in
             try:
@@ -161,7 +161,7 @@ def test_a_writer_waits_for_its_readers_and_goes_before_later_ones() -> None:
             except DeadlineError:
                 break
         order.append("read")
-    writer.join(20.0)
+    writer.join(120.0)
     assert order == ["read", "write"] and version.current == 2
 
 
