@@ -64,6 +64,9 @@ class Recorder:
 
         return replay
 
+    def release(self) -> None:
+        pass
+
 
 @pytest.fixture(params=FAMILIES)
 def made(request: pytest.FixtureRequest) -> Rig:

@@ -21,6 +21,9 @@ class Capturer(Protocol):
         """`work`, which waits for nothing on the device and makes nothing that outlives it, to be called any number of
         times. It may be run meanwhile, so a second run must change nothing that the first did not."""
 
+    def release(self) -> None:
+        """Give the shared memory back, as soon as the replays are gone too."""
+
 
 class Calls:
     """No recording: a CPU has nothing to gain from one."""
@@ -29,13 +32,17 @@ class Calls:
         """`work` itself."""
         return work
 
+    def release(self) -> None:
+        """Nothing is shared."""
+
 
 class CudaGraphs:
     """Graphs of one GPU, with one pool of memory."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        # Its pool is the next one's. Held, since torch takes no pool whose graphs are all gone.
+        self._newest: torch.cuda.CUDAGraph | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}  # to record on, by priority; few, each has a cuBLAS workspace
 
     def captured(self, work: Work) -> Work:
@@ -56,13 +63,19 @@ class CudaGraphs:
         with torch.cuda.stream(side):
             work()
             side.synchronize()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            pool = None if self._newest is None else self._newest.pool()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:
                 graph.capture_end()
         lane.wait_stream(side)
+        self._newest = graph
         return graph.replay
+
+    def release(self) -> None:
+        """The next graph makes a pool of its own."""
+        self._newest = None
 
 
 def capturer_of(device: torch.device) -> Capturer:

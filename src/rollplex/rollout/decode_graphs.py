@@ -118,6 +118,7 @@ class DecodeGraphs:
         """Give all memory back. An engine that decodes cannot go on; the next one captures anew."""
         self.turn += 1
         self.steps.clear()
+        self._capturer.release()
         self.caches = None
 
 
