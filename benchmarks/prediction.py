@@ -1,12 +1,14 @@
 """Step times of real runs, predicted from another setting's traces, against what they took.
 
-usage: python benchmarks/prediction.py [--settings S1 S2 S3 S4] [--steps 4] [--beta 0.04]
+usage: python benchmarks/prediction.py [--settings S1 S2 S3 S4] [--steps 6] [--beta 0.04]
 
-The settings of vs_trl.py under serial, rollplex and stream: trainers in this process on the same model, rows and seeds
-take turns step by step, and every measured step is traced. Decoding may use one core, all other phases two. Then
-`rollplex calibrate` fits a machine to the three runs of one setting, what the lanes cost each other included, and every
-schedule of every setting is run in virtual time on it (planner/predict_run.py); so for each setting in turn. Lengths
-are read from the runs' metrics, times are not. The last line is JSON.
+The settings of vs_trl.py under serial, rollplex and stream, and per setting two short runs (PROBES) that are only
+calibrated on: trainers in this process on the same model, rows and seeds. All of them, of all settings, take turns step
+by step, so that a machine that gets faster or slower does so for all alike. Decoding may use one core, all other phases
+two. Then `rollplex calibrate` fits a machine to the five runs of one setting, what the lanes cost each other included,
+and every schedule of every setting is run in virtual time on it (planner/predict_run.py); so for each setting in turn.
+The same without the short runs is in the result too. Lengths are read from the runs' metrics, times are not. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import itertools
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,13 +37,24 @@ from rollplex.recipes.load import dump_config
 from rollplex.runtime.calibration import calibrate_runs
 from rollplex.runtime.run_folder import CONFIG, METRICS, SPANS
 from rollplex.runtime.trainer import Trainer
+from rollplex.schedule.spec import Phase
 from rollplex.trace import Span, to_jsonl
 from vs_trl_arms.settings import Setting
 from vs_trl_arms.summary import block_order, provenance, write_result
 from vs_trl_arms.workload import counting_task, save_model, save_rows
 
 SCHEDULES = ("serial", "rollplex", "stream")
-TIE = 0.03  # measured steps that are no further apart are in no order
+# Serial runs with a quarter of the response tokens: what a pass or a decode step costs however little it does, and what
+# each token adds, are not to be told apart at one length. Passes over one prompt, and over all.
+PROBES: dict[str, dict[str, int]] = {
+    "short, prompts alone": {"unit_tokens": 1},
+    "short, prompts together": {"unit_tokens": 1 << 20},
+}
+SHORTER = 4
+WANTED = 0.15  # of the measured step: issue 5
+TIE = 0.03  # measured steps that are no further apart are in no order,
+AGREE = 5 / 6  # nor are those that this part of the rounds does not agree on
+SAME = 0.005  # predicted steps that are no further apart are said to be equal
 PIXELS_OF_TOKEN = 28
 
 
@@ -47,8 +62,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="+", default=["S1", "S2", "S3", "S4"])
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of each run (default 4)")
-    parser.add_argument("--warmup", type=int, default=2, help="unmeasured steps of each run (default 2)")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of each run (default 6)")
+    parser.add_argument("--warmup", type=int, default=1, help="unmeasured steps of each run (default 1)")
     parser.add_argument(
         "--beta", type=float, default=0.04, help="weight of the KL term; 0: no reference (default 0.04)"
     )
@@ -58,26 +73,32 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one schedule did at one setting: a run folder, and the seconds of its measured steps."""
+    """What one schedule or probe did at one setting: a run folder, and the seconds of its measured steps."""
 
     setting: str
-    schedule: str
+    arm: str
     folder: Path
     config: Config
     rows: tuple[Mapping[str, Any], ...]
     seconds: tuple[float, ...]
-    in_spans_s: float  # of the median step: from the first span to the last; the rest no prediction knows
+    phases_s: Mapping[str, float]
 
     @property
     def measured_s(self) -> float:
         """Median step."""
         return median(self.seconds)
 
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.setting} {self.arm}"
+
 
 class Recorded:
     """A trainer whose measured steps are kept as a run folder keeps them."""
 
-    def __init__(self, config: Config):
+    def __init__(self, name: str, arm: str, setting: Setting, config: Config):
+        self.name, self.arm, self.setting, self.config = name, arm, setting, config
         self.trainer = Trainer(config)
         self.spans: list[Span] = []
         self.rows: list[Mapping[str, Any]] = []
@@ -93,41 +114,57 @@ class Recorded:
             self.spans += outcome.spans
             self.rows.append({"step": report.step, **report.metrics})
 
-    def write(self, folder: Path, config: Config) -> None:
-        """The files that `rollplex calibrate` reads."""
+    def written(self, scratch: Path) -> Run:
+        """As a folder with the files that `rollplex calibrate` reads."""
+        folder, config = scratch / self.name / self.arm, described(self.config, self.setting, self.rows[0])
         folder.mkdir(parents=True)
         (folder / CONFIG).write_text(dump_config(config), encoding="utf-8")
         (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
         (folder / SPANS).write_text(to_jsonl(self.spans), encoding="utf-8")
+        steps = {span.step for span in self.spans}
+        by_step = [phase_seconds([span for span in self.spans if span.step == step]) for step in sorted(steps)]
+        phases = {phase: median(by[phase] for by in by_step) for phase in by_step[0]}
+        return Run(self.name, self.arm, folder, config, tuple(self.rows), tuple(self.seconds), phases)
 
 
-def measure(scratch: Path, name: str, arguments: argparse.Namespace) -> list[Run]:
-    """All schedules at one setting."""
+def recorded(scratch: Path, name: str, beta: float) -> Iterator[Recorded]:
+    """The trainers of one setting: each schedule, and the probes."""
     setting, _ = setting_named(name)
-    save_model(setting, scratch / name / "model")
-    save_rows(counting_task(setting), scratch / name / "rows")
-    arms = {s: {**ARMS[s], "schedule": {**TWO_CORES, **ARMS[s]["schedule"]}} for s in SCHEDULES}
-    configs = {s: config_of(scratch / name, setting, arguments.beta, arm, 2) for s, arm in arms.items()}
-    runs = {s: Recorded(config) for s, config in configs.items()}
+    folder = scratch / name
+    save_model(setting, folder / "model")
+    save_rows(counting_task(setting), folder / "rows")
+    for schedule in SCHEDULES:
+        arm = {**ARMS[schedule], "schedule": {**TWO_CORES, **ARMS[schedule]["schedule"]}}
+        yield Recorded(name, schedule, setting, config_of(folder, setting, beta, arm, 2))
+    short = replace(setting, tokens=setting.tokens // SHORTER)
+    for probe, options in PROBES.items():
+        arm = {**ARMS["serial"], "schedule": {**TWO_CORES, **ARMS["serial"]["schedule"], **options}}
+        yield Recorded(name, probe, short, config_of(folder, short, beta, arm, 2))
+
+
+def measure(scratch: Path, arguments: argparse.Namespace) -> list[Run]:
+    """All runs of all settings, one step of each in turn."""
+    runs: dict[str, Recorded] = {}
     try:
-        for number, schedule in enumerate(block_order(SCHEDULES, arguments.warmup + arguments.steps)):
-            runs[schedule].step(measured=number >= arguments.warmup * len(SCHEDULES))
+        for name in arguments.settings:
+            runs |= {f"{run.name} {run.arm}": run for run in recorded(scratch, name, arguments.beta)}
+        for number, key in enumerate(block_order(list(runs), arguments.warmup + arguments.steps)):
+            runs[key].step(measured=number >= arguments.warmup * len(runs))
     finally:
         for run in runs.values():
             run.trainer.close()
-    found = []
-    for schedule, run in runs.items():
-        folder, config = scratch / name / schedule, described(configs[schedule], setting, run.rows[0])
-        run.write(folder, config)
-        found.append(Run(name, schedule, folder, config, tuple(run.rows), tuple(run.seconds), extent_s(run.spans)))
+    return [run.written(scratch) for run in runs.values()]
+
+
+def phase_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of each phase of a step, all groups together; of decoding, until the last response."""
+    found: dict[str, float] = {}
+    for span in spans:
+        if span.name == Phase.DECODE:
+            found[span.name] = max(found.get(span.name, 0.0), span.seconds)
+        elif span.name in set(Phase) - {Phase.REWARD, Phase.PUBLISH}:
+            found[span.name] = found.get(span.name, 0.0) + span.seconds
     return found
-
-
-def extent_s(spans: Sequence[Span]) -> float:
-    """Median seconds from the first to the last span of a step."""
-    steps = {span.step for span in spans}
-    ends = {step: [s for s in spans if s.step == step] for step in steps}
-    return median(max(s.end_s for s in own) - min(s.start_s for s in own) for own in ends.values())
 
 
 def described(config: Config, setting: Setting, row: Mapping[str, Any]) -> Config:
@@ -147,35 +184,95 @@ def machine_of(facts: Mapping[str, Any]) -> Machine:
     return Machine(hardware_from_facts(facts["hardware"]), beside["decode"], beside["window"], eager=True)
 
 
-def predict(runs: Sequence[Run], machine: Machine) -> dict[str, dict[str, float]]:
-    """Predicted seconds by setting and schedule: the median over the lengths of the measured steps."""
-    found: dict[str, dict[str, float]] = {}
-    for run in runs:
-        seconds = [predicted_step(run.config, row, machine)[0] for row in run.rows]
-        found.setdefault(run.setting, {})[run.schedule] = median(seconds)
-    return found
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A run's step on a machine: the median over the lengths of the measured steps."""
+
+    seconds: float
+    phases_s: Mapping[str, float]
 
 
-def ordered_as(measured: Mapping[str, float], predicted: Mapping[str, float]) -> bool:
-    """Whether schedules whose measured steps differ by more than TIE are predicted in the same order."""
-    pairs = itertools.permutations(measured, 2)
-    return all(predicted[a] < predicted[b] for a, b in pairs if measured[a] * (1 + TIE) < measured[b])
+def predict(run: Run, machine: Machine) -> Predicted:
+    """The run's own schedule in virtual time."""
+    steps = [predicted_step(run.config, row, machine) for row in run.rows]
+    by_step = [phase_seconds(spans) for _, spans in steps]
+    phases = {phase: median(by[phase] for by in by_step) for phase in by_step[0]}
+    return Predicted(median(seconds for seconds, _ in steps), phases)
+
+
+def calibrations(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """What `rollplex calibrate` finds in the runs of each setting."""
+    names = dict.fromkeys(run.setting for run in runs)
+    return {name: calibrate_runs([run.folder for run in runs if run.setting == name], "cpu") for name in names}
+
+
+def predictions(runs: Sequence[Run], calibrated: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Predicted]]:
+    """All of `runs` on the machine of each setting."""
+    return {name: [predict(run, machine_of(facts)) for run in runs] for name, facts in calibrated.items()}
+
+
+def shorter(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether the steps `first` are shorter than those of `second` beyond noise; both by round."""
+    ratios = [b / a for a, b in zip(first, second, strict=True)]
+    return median(ratios) > 1 + TIE and sum(ratio > 1 for ratio in ratios) >= ceil(AGREE * len(ratios))
+
+
+def orders(measured: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> dict[str, int]:
+    """Pairs of schedules whose measured order is beyond noise, by what was predicted of them."""
+    found = Counter({"right": 0, "equal": 0, "wrong": 0})
+    for a, b in itertools.permutations(measured, 2):
+        if shorter(measured[a], measured[b]):
+            ahead = predicted[b] / predicted[a] - 1
+            found["equal" if abs(ahead) <= SAME else "right" if ahead > 0 else "wrong"] += 1
+    return dict(found)
+
+
+def errors(measured: Mapping[str, float], predicted: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Predicted over measured less 1, by the setting calibrated on and the run."""
+    return {
+        source: {name: seconds / measured[name] - 1 for name, seconds in by_run.items()}
+        for source, by_run in predicted.items()
+    }
+
+
+def verdict(off: Mapping[str, Mapping[str, float]]) -> str:
+    """How many runs of other settings are predicted within what is wanted, and which are not."""
+    others = {f"{run} from {s}": by for s, found in off.items() for run, by in found.items() if run.split()[0] != s}
+    far = [f"{name} {by:+.0%}" for name, by in others.items() if abs(by) > WANTED]
+    return f"within {WANTED:.0%}: {len(others) - len(far)} of {len(others)}; not: {', '.join(far) or 'none'}"
 
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table in Markdown: measured seconds, and predicted over measured less 1 by the setting calibrated on."""
-    settings = list(result["measured_s"])
-    yield "| setting | schedule | measured s | " + " | ".join(f"from {name}" for name in settings) + " |"
-    yield "|---" * (len(settings) + 3) + "|"
-    for name, by_schedule in result["measured_s"].items():
-        for schedule, seconds in by_schedule.items():
-            cells = []
-            for source in settings:
-                off = result["predicted_s"][source][name][schedule] / seconds - 1
-                cells.append(f"({off:+.0%})" if source == name else f"{off:+.0%}")
-            yield f"| {name} | {schedule} | {seconds:.3f} | " + " | ".join(cells) + " |"
-    rank = [f"{source}: {sum(by.values())} of {len(by)}" for source, by in result["order_right"].items()]
-    yield f"order of schedules right, by the setting calibrated on: {', '.join(rank)}"
+    """The tables in Markdown; a setting that was predicted from itself is in brackets."""
+    off, settings = errors(result["measured_s"], result["predicted_s"]), list(result["predicted_s"])
+    yield "| run | measured s | " + " | ".join(f"from {source}" for source in settings) + " |"
+    yield "|---" * (len(settings) + 2) + "|"
+    for name, seconds in result["measured_s"].items():
+        cells = [_cell(off[source][name], known=name.split()[0] == source) for source in settings]
+        yield f"| {name} | {seconds:.3f} | " + " | ".join(cells) + " |"
+    yield ""
+    phases = list(next(iter(result["phases_s"].values())))
+    yield "| serial, from | " + " | ".join(phases) + " |"
+    yield "|---" * (len(phases) + 1) + "|"
+    for source, setting in itertools.product(settings, settings):
+        measured, predicted = result["phases_s"][setting], result["predicted_phases_s"][source][setting]
+        cells = [_cell(predicted[phase] / measured[phase] - 1, known=source == setting) for phase in phases]
+        yield f"| {setting} from {source} | " + " | ".join(cells) + " |"
+    yield ""
+    yield f"predicted from another setting {verdict(off)}"
+    if "without_probes" in result:
+        alone = errors(result["measured_s"], result["without_probes"]["predicted_s"])
+        yield f"the same, calibrated without short runs, {verdict(alone)}"
+    for source in settings:
+        told = ", ".join(
+            f"{name} {by['right']} right, {by['equal']} taken to be equal, {by['wrong']} wrong"
+            for name, by in result["orders"][source].items()
+        )
+        yield f"pairs of schedules further apart than noise, predicted from {source}: {told}"
+
+
+def _cell(off: float, *, known: bool) -> str:
+    return f"({off:+.0%})" if known else f"{off:+.0%}"
 
 
 def main() -> None:
@@ -184,36 +281,59 @@ def main() -> None:
     torch.set_num_threads(2)
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        runs = [run for name in arguments.settings for run in measure(Path(scratch), name, arguments)]
-        calibrated = {
-            name: calibrate_runs([run.folder for run in runs if run.setting == name], "cpu")
-            for name in arguments.settings
-        }
-        predicted = {name: predict(runs, machine_of(facts)) for name, facts in calibrated.items()}
-    measured: dict[str, dict[str, float]] = {}
-    for run in runs:
-        measured.setdefault(run.setting, {})[run.schedule] = run.measured_s
-    versions = {package: version(package) for package in ("rollplex", "torch", "transformers")}
-    result = {
-        **provenance(),
-        "versions": versions,
+        everything = measure(Path(scratch), arguments)
+        measuring_s = time.monotonic() - start_s
+        runs = [run for run in everything if run.arm in SCHEDULES]
+        calibrated, without = calibrations(everything), calibrations(runs)
+        predicted, predicted_without = predictions(runs, calibrated), predictions(runs, without)
+    result = result_of(everything, predicted) | {
         "benchmark": "prediction",
+        "versions": {package: version(package) for package in ("rollplex", "torch", "transformers")},
         "beta": arguments.beta,
         "steps": arguments.steps,
-        "step_s": {f"{run.setting} {run.schedule}": run.seconds for run in runs},
-        "measured_s": measured,
-        "in_spans_s": {f"{run.setting} {run.schedule}": run.in_spans_s for run in runs},
         "calibrated": calibrated,
-        "predicted_s": predicted,  # simulated, all else is measured
-        "order_right": {
-            source: {name: ordered_as(measured[name], found[name]) for name in measured}
-            for source, found in predicted.items()
-        },
+        "without_probes": {"calibrated": without, "predicted_s": seconds_by_run(runs, predicted_without)},
+        "measuring_s": measuring_s,
         "wall_s": time.monotonic() - start_s,
     }
     write_result("prediction", result, 2, arguments.results)
     print(*lines(result), sep="\n")
-    print(json.dumps({key: result[key] for key in ("benchmark", "measured_s", "predicted_s", "order_right", "wall_s")}))
+    last = ("benchmark", "measured_s", "predicted_s", "orders", "wall_s")
+    print(json.dumps({key: result[key] for key in last}))
+
+
+def seconds_by_run(runs: Sequence[Run], predicted: Mapping[str, Sequence[Predicted]]) -> dict[str, dict[str, float]]:
+    """Predicted steps of `runs` by the setting calibrated on and the run."""
+    return {
+        source: {run.name: guess.seconds for run, guess in zip(runs, guesses, strict=True)}
+        for source, guesses in predicted.items()
+    }
+
+
+def result_of(everything: Sequence[Run], predicted: Mapping[str, Sequence[Predicted]]) -> dict[str, Any]:
+    """What was measured of all runs, and of those under a schedule what was predicted from each setting."""
+    runs = [run for run in everything if run.arm in SCHEDULES]
+    serial = [number for number, run in enumerate(runs) if run.arm == "serial"]
+    by_setting = {run.setting: [other for other in runs if other.setting == run.setting] for run in runs}
+    seconds = seconds_by_run(runs, predicted)
+    return {
+        **provenance(),
+        "step_s": {run.name: run.seconds for run in everything},
+        "measured_s": {run.name: run.measured_s for run in runs},
+        "phases_s": {runs[number].setting: runs[number].phases_s for number in serial},
+        "predicted_s": seconds,  # simulated, as are predicted_phases_s; all else is measured
+        "predicted_phases_s": {
+            source: {runs[number].setting: guesses[number].phases_s for number in serial}
+            for source, guesses in predicted.items()
+        },
+        "orders": {
+            source: {
+                name: orders({run.arm: run.seconds for run in own}, {run.arm: by_run[run.name] for run in own})
+                for name, own in by_setting.items()
+            }
+            for source, by_run in seconds.items()
+        },
+    }
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ import json
 import numpy as np
 import pytest
 
+from rollplex.config import BuildConfig
 from rollplex.errors import ConfigError
-from rollplex.models.shapes import shape_from_hf
+from rollplex.models.shapes import shape_from_build, shape_from_hf
 from rollplex.planner.calibrate import FREE, TracedStep, fit, measured_spans, on, residuals
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.hardware import Efficiency, Hardware, cpu, hardware, hardware_from_facts
-from rollplex.planner.load import GroupLoad, Prompt
+from rollplex.planner.load import GroupLoad, Prompt, video_prompt
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.passes import Algorithm
 from rollplex.schedule.spec import Phase, StepSpec, Task
@@ -183,3 +184,60 @@ def test_attention_is_never_fitted_faster_than_products() -> None:
     found = fit(short, start).hardware.efficiency
     assert start.efficiency.attention > start.efficiency.matmul
     assert found.attention <= found.matmul
+
+
+# Settings of benchmarks/prediction.py: pictures of how many tokens, tokens of a response, prompts of a pass.
+SETTINGS = {"S1": (4, 64, 64, 1), "S2": (1, 16, 32, 4), "S3": (16, 64, 64, 1), "S4": (4, 64, 256, 1)}
+SMALL = shape_from_build(
+    BuildConfig(hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, vision_hidden_size=32), 512
+)
+EACH = (*PHASES, Phase.PREFIX_BACKWARD)
+
+
+def setting(name: str, device: Hardware) -> StepCost:
+    """A step of four prompts with eight responses each, on a CPU's cores."""
+    pictures, visual, tokens, pack = SETTINGS[name]
+    side = Side(ModelCounts(SMALL, 4, eager=True), device, Parallel())
+    prompt = video_prompt(pictures * visual + 30, pictures * visual, SMALL.vision, tokens_per_frame=visual)
+    algorithm = Algorithm(activations="graph", prefill_is_actor_prefix=True, pack_groups=pack)
+    return StepCost(side, side, algorithm, (GroupLoad(prompt, (tokens,) * 8),) * 4)
+
+
+def step_seconds(cost: StepCost) -> float:
+    """One phase after another; all groups decode at once."""
+    passes = (4 * cost.task(Task(phase, 0)).total for phase in EACH if phase is not Phase.DECODE)
+    return sum(passes) + cost.task(Task(Phase.DECODE, 0)).total + cost.optimizer.total
+
+
+@pytest.mark.parametrize("source", SETTINGS)
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_one_setting_is_enough_to_predict_the_others(source: str, noise: float) -> None:
+    """Decode steps of one length do not tell their constant from their rates, nor short prompts attention from
+    products: neither may spoil the steps of another setting."""
+    start = cpu(2, 16e9)
+    true = start.reaching(matmul=0.9, attention=0.8, memory=0.5, kernel_s=8e-5, decode_step_s=2e-3, decode=0.6)
+    rng, cost, found_spans = np.random.default_rng(1), setting(source, true), []
+    for group in range(4):
+        tasks = [Task(phase, group) for phase in EACH]
+        for task in tasks:
+            seconds = cost.task(task).total * float(np.exp(noise * rng.standard_normal()))
+            found_spans.append(Span(task.phase, "main", 0.0, seconds, 1, group))
+    found_spans.append(Span(Phase.OPTIMIZER, "main", 0.0, cost.optimizer.total, 1))
+    step = TracedStep(setting(source, start), (0, 1, 2, 3))
+    found = fit(measured_spans(found_spans, {1: step}), start, (*FREE, "decode")).hardware
+    for target in SETTINGS:
+        wanted = step_seconds(setting(target, true))
+        assert step_seconds(setting(target, found)) == pytest.approx(wanted, rel=0.08 if noise else 0.05), target
+
+
+def test_many_spans_of_a_phase_weigh_no_more_than_a_few() -> None:
+    """A phase that the model misses does not outvote the others by being seen often."""
+    start = hardware("a100-80g")
+    odd = [m for m in measured_spans(spans(), traced(start)) if m.phase != Phase.REF_PREFIX]
+    missed = [
+        dataclasses.replace(m, seconds=2 * m.seconds)
+        for m in measured_spans(spans(), traced(start))
+        if m.phase == Phase.REF_PREFIX
+    ]
+    once, often = (fit([*odd, *missed * times], start).hardware for times in (1, 20))
+    assert often.efficiency.matmul == pytest.approx(once.efficiency.matmul, rel=1e-3)

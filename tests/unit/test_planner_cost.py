@@ -15,7 +15,7 @@ from rollplex.models.shapes import ModelShape, shape_from_hf
 from rollplex.planner.bounds import stages
 from rollplex.planner.cost import Seconds, Side, StepCost, roofline
 from rollplex.planner.decoding import Rows
-from rollplex.planner.flops import ModelCounts
+from rollplex.planner.flops import EAGER, FUSED, ModelCounts
 from rollplex.planner.hardware import Efficiency, Hardware, hardware
 from rollplex.planner.load import GroupLoad, Prompt, video_prompt
 from rollplex.planner.parallel import Parallel
@@ -204,9 +204,21 @@ def test_eager_code_calls_attention_per_window_and_writes_scores_out() -> None:
     fused, eager = (ModelCounts(shape(), eager=eager) for eager in (False, True))
     prompts = [Prompt(900, ((2, 20, 16),))]  # two frames of 20 x 16 patches: 8 x 8 windows, 3 x 2 of them a frame
     one, other = fused.vision(prompts), eager.vision(prompts)
-    # Four of 32 blocks see whole frames; the output of each call is put in order by a kernel of its own.
-    assert other.kernels - one.kernels == 2 * (28 * 2 * 6 + 4 * 2) - 32
+    # Four of 32 blocks see whole frames; indices of windows are made for each frame.
+    assert one.kernels == 32 * (FUSED.block + 1) + 3
+    assert other.kernels == 32 * EAGER.block + (28 * 2 * 6 + 4 * 2) * EAGER.call + 2 * EAGER.frame + 3
     assert dataclasses.replace(other, kernels=one.kernels) == one
     steps = [counts.decode_step(4, 4000, 1000) for counts in (fused, eager)]
     assert steps[1].stream_bytes - steps[0].stream_bytes == 64 * 8 * 40 * 4000 * 2
     assert steps[1].flops == steps[0].flops
+
+
+def test_a_backward_of_eager_code_makes_no_indices_and_waits_for_no_python() -> None:
+    fused, eager = (ModelCounts(shape(), eager=eager) for eager in (False, True))
+    prompts = [Prompt(900, ((2, 20, 16),))]
+    forward, backward = eager.vision(prompts), eager.vision_backward(prompts)
+    assert backward.kernels == forward.kernels - 2 * EAGER.frame
+    assert fused.vision_backward(prompts).kernels == 2 * fused.vision(prompts).kernels
+    layers = shape().text.num_layers
+    extra = eager.response([GroupLoad(prompts[0], (5, 5))], head=False).kernels - eager.decoder(8, 1).kernels
+    assert extra == layers * (EAGER.on_prefix - EAGER.attention)

@@ -1,14 +1,17 @@
 """Efficiencies of a machine from what it measured: least squares over the spans of a trace.
 
 Unknowns are the fields of `hardware.Efficiency` in logarithms, so that they stay positive; a residual is the logarithm
-of predicted over measured seconds, so that short and long spans weigh alike. A weak pull towards the values that the
-fit starts from keeps those that the spans say nothing about where they were (attention, where prompts are short).
+of predicted over measured seconds, so that short and long spans weigh alike. All spans of a phase together count as
+one: what the model gets wrong of a phase is the same in each, and is no better known for being seen often. A weak pull
+towards the values that the fit starts from keeps those that the spans say nothing about where they were; a stronger one
+is on attention as a part of products, which short prompts do not tell apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +23,17 @@ from scipy.optimize import least_squares
 from rollplex.errors import ConfigError
 from rollplex.planner.cost import StepCost
 from rollplex.planner.hardware import Hardware, hardware_facts
+from rollplex.schedule.scripted import Durations
 from rollplex.schedule.spec import PER_STEP, Phase, Task
 from rollplex.trace import Span
 
 FREE = ("matmul", "attention", "memory", "kernel_s", "decode_step_s")
-# What can be fitted; `decode` only where decoding had fewer threads, or it would take over what the others explain.
+# What can be fitted; `decode` only where decode steps are known to reach less than passes (fewer threads, a CPU's small
+# products), or it would take over what the others explain.
 _FITTED = (*FREE, "decode")
-# Weight of the pull: a field a factor e from its start costs as much as one span that is 3 % off.
-_PULL = 0.03
+# Weights of the pulls: a field a factor e from its start costs as much as a phase that is 0.5 % off, attention over
+# products as much as one that is 5 % off.
+_PULL, _RATIO_PULL = 0.005, 0.05
 # Spans shorter than this are the clock's and the interpreter's.
 SHORTEST_S = 1e-4
 # What the spans of runtime/stopwatch.py hold, for all groups of a step, by the names they have there.
@@ -110,13 +116,14 @@ def measured_spans(spans: Iterable[Span], steps: Mapping[int, TracedStep]) -> li
     (prompts, reward) are left out, as are spans that are too short and phases that take the model no time.
     """
     found = []
+    seconds = {number: _task_seconds(step.cost) for number, step in steps.items()}
     for span in spans:
         step = steps.get(span.step)
         if step is None or span.source != "measured" or span.seconds < SHORTEST_S:
             continue
         tasks = _tasks(span, step)
         if any(step.cost.task(task).total > 0 for task in tasks):  # publishing within one process moves nothing
-            found.append(Measured(span.name, span.seconds, _predictor(step.cost, tasks)))
+            found.append(Measured(span.name, span.seconds, _predictor(seconds[span.step], tasks)))
     return found
 
 
@@ -134,6 +141,10 @@ def fit(measured: Sequence[Measured], start: Hardware, free: Sequence[str] = FRE
     if zero:
         raise ConfigError(f"efficiency {zero[0]} starts at 0; needed above 0 to be fitted, or leave it out of the fit")
     origin = np.log([getattr(start.efficiency, name) for name in free])
+    alike = Counter(m.phase for m in measured)
+
+    def ratio(device: Hardware) -> float:
+        return math.log(device.efficiency.attention / device.efficiency.matmul)
 
     def device(logs: NDArray[np.float64]) -> Hardware:
         values = {name: math.exp(value) for name, value in zip(free, logs, strict=True)}
@@ -143,8 +154,8 @@ def fit(measured: Sequence[Measured], start: Hardware, free: Sequence[str] = FRE
 
     def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         now = device(logs)
-        misses = [math.log(m.predict(now) / m.seconds) for m in measured]
-        return np.concatenate([misses, _PULL * (logs - origin)])
+        misses = [math.log(m.predict(now) / m.seconds) / math.sqrt(alike[m.phase]) for m in measured]
+        return np.concatenate([misses, _PULL * (logs - origin), [_RATIO_PULL * (ratio(now) - ratio(start))]])
 
     # Fewer threads never reach more: the logarithm of `decode` is at most 0.
     most = [0.0 if name == "decode" else value + 12 for name, value in zip(free, origin, strict=True)]
@@ -192,13 +203,22 @@ def _all_of(phase: Phase, cost: StepCost) -> list[Task]:
     return [Task(phase)] if phase in PER_STEP else [Task(phase, group) for group in range(len(cost.groups))]
 
 
-def _predictor(cost: StepCost, tasks: Sequence[Task]) -> Callable[[Hardware], float]:
-    known: dict[Hardware, StepCost] = {}
+def _predictor(seconds: Callable[[Hardware], Durations], tasks: Sequence[Task]) -> Callable[[Hardware], float]:
+    def predict(device: Hardware) -> float:
+        of_task = seconds(device)
+        return sum(of_task(task) for task in tasks)
 
-    def seconds(device: Hardware) -> float:
-        if device not in known:  # one machine at a time: the fit moves on
+    return predict
+
+
+def _task_seconds(cost: StepCost) -> Callable[[Hardware], Durations]:
+    """What the spans of a step share. One machine is kept at a time: the fit moves on."""
+    known: dict[Hardware, Durations] = {}
+
+    def seconds(device: Hardware) -> Durations:
+        if device not in known:
             known.clear()
-            known[device] = on(cost, device)
-        return sum(known[device].task(task).total for task in tasks)
+            known[device] = on(cost, device).durations()
+        return known[device]
 
     return seconds

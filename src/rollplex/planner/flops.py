@@ -22,12 +22,30 @@ from rollplex.planner.work import NOTHING, Work
 
 Activations = Literal["graph", "checkpoint", "recompute"]
 
-# Fused kernels one after another: norm, qkv, rotary, attention, output, add, norm, gate and up, SwiGLU, down, add.
-_PROJECTION_KERNELS, _ATTENTION_KERNELS, _FINISH_KERNELS = 3, 1, 7
-_CALL_KERNELS = 2  # of one window's attention on its own: the kernel, and its output put in order
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Kernels one after another in the parts of a forward pass. backward: of one, for each of its forward."""
+
+    projections: int  # of a layer: norm, q, k and v, rotary embedding
+    attention: int
+    on_prefix: int  # attention of responses on their prefix
+    finish: int  # output, add, norm, MLP, add
+    head: int  # norm, product, log-softmax
+    block: int  # of the tower, without its attention
+    call: int  # of the tower's attention
+    frame: int  # of the tower, for each frame: positions, windows
+    backward: float
+
+
+FUSED = Launches(projections=3, attention=1, on_prefix=1, finish=7, head=3, block=10, call=1, frame=0, backward=2.0)
+# Calls of operators that are no mere view, counted while the passes of this repository ran (Qwen2.5-VL, CPU; see
+# docs/cost-model.md). A backward makes 2.2 for each of the forward, with no Python between them: they count as one.
+EAGER = Launches(
+    projections=19, attention=4, on_prefix=25, finish=14, head=20, block=34, call=1, frame=17, backward=1.0
+)
 # Scores of rollout/decode.py read or written: product, rows and cells in order, joined, softmax, parted, product.
 _SCORE_PASSES = 8
-_HEAD_KERNELS = 3  # norm, product, log-softmax
 # fp32 passes over the logits of a chunk (models/logprobs.py): written, log-sum-exp, subtracted and exponentiated in
 # place, entropy.
 _LOGIT_BYTES = 6 * 4
@@ -92,8 +110,7 @@ class ModelCounts:
 
     def decoder(self, tokens: float, pairs: float) -> Work:
         """All layers on `tokens` packed tokens with `pairs` query-key pairs within their masks."""
-        layer = self._projections(tokens) + self._attention(pairs) + self._finish(tokens)
-        return self.shape.text.num_layers * layer
+        return self._layers(tokens, pairs, self._launches.attention)
 
     def head(self, tokens: float) -> Work:
         """Log-probs of `tokens` rows over the vocabulary, logits in chunks that are not kept."""
@@ -102,7 +119,7 @@ class ModelCounts:
             matmul_flops=2.0 * tokens * text.hidden_size * text.vocab_size,
             weight_bytes=text.hidden_size * text.vocab_size * self.dtype_bytes,
             stream_bytes=tokens * (2 * text.hidden_size * self.dtype_bytes + text.vocab_size * _LOGIT_BYTES),
-            kernels=_HEAD_KERNELS,
+            kernels=self._launches.head,
         )
 
     def prefix(self, prompts: Sequence[Prompt]) -> Work:
@@ -130,7 +147,7 @@ class ModelCounts:
             padded = [len(lengths) * max(lengths, default=0) for lengths in fed]
             own = sum(len(lengths) * _causal(max(lengths, default=0)) for lengths in fed)
             to_prompt = sum(queries * group.prompt.tokens for queries, group in zip(padded, groups, strict=True))
-            layers = self.decoder(tokens, own + to_prompt)
+            layers = self._layers(tokens, own + to_prompt, self._launches.on_prefix)
         return layers + self.head(sum(group.response_tokens for group in groups)) if head else layers
 
     def response_backward(self, groups: Sequence[GroupLoad]) -> Work:
@@ -144,8 +161,8 @@ class ModelCounts:
         text = self.shape.text
         width = 2 * text.num_layers * text.num_kv_heads * text.head_dim
         boundary = sum(group.prompt.tokens for group in groups) * width * (self.dtype_bytes + 2 * 4)
-        again = head + head.backward(self.dtype_bytes)
-        return layers.backward(self.dtype_bytes) + again + Work(stream_bytes=boundary)
+        again = head + self.backward(head)
+        return self.backward(layers) + again + Work(stream_bytes=boundary)
 
     def prefix_backward(self, prompts: Sequence[Prompt], activations: Activations) -> Work:
         """The one backward through a pack of prompts, tower included, with what `activations` runs again before it.
@@ -154,7 +171,7 @@ class ModelCounts:
         the product that ends it.
         """
         text = self.prefix(prompts)
-        backward = text.backward(self.dtype_bytes) + self.vision_backward(prompts)
+        backward = self.backward(text) + self.vision_backward(prompts)
         if activations == "graph":
             return backward
         again = text + self.vision_again(prompts, activations)
@@ -181,7 +198,7 @@ class ModelCounts:
         head = self.head(sum(group.response_tokens for group in groups))
         layers = self.full(groups) + -1.0 * (head + self.vision(prompts))
         towers = self.vision_backward(prompts)
-        return layers.backward(self.dtype_bytes) + towers + head + head.backward(self.dtype_bytes)
+        return self.backward(layers) + towers + head + self.backward(head)
 
     def decode_step(self, rows: float, pairs: float, cached_tokens: float) -> Work:
         """One token for each of `rows` responses, head included.
@@ -209,8 +226,9 @@ class ModelCounts:
         if not self.vision_trained or not any(p.patches for p in prompts):
             return NOTHING
         embedding = self._patch_embedding(prompts)
-        whole = (embedding + self._blocks(prompts) + self._mergers(prompts)).backward(self.dtype_bytes)
-        return whole + Work(matmul_flops=-embedding.matmul_flops)
+        whole = self.backward(embedding + self._blocks(prompts) + self._mergers(prompts))
+        indices = self._launches.backward * self._frame_launches(prompts)
+        return whole + Work(matmul_flops=-embedding.matmul_flops, kernels=-indices)
 
     def vision_again(self, prompts: Sequence[Prompt], activations: Activations) -> Work:
         """What of the tower runs a second time, for its backward: a checkpoint leaves a frozen tower alone."""
@@ -234,19 +252,22 @@ class ModelCounts:
             windows = sum(t * n * size**2 for grid, t, _ in frames for size, n in window_sizes(grid, vision))
         full = len(vision.full_attention_blocks) if vision.window_size else vision.depth
         pairs = full * whole + (vision.depth - full) * windows
-        calls = vision.depth
+        calls, number = vision.depth, self._launches
         if self.eager:
             cut = (
                 sum(t * n for grid, t, _ in frames for _, n in window_sizes(grid, vision)) if vision.window_size else 0
             )
-            calls = _CALL_KERNELS * (full * sum(t for _, t, _ in frames) + (vision.depth - full) * cut)
+            calls = full * sum(t for _, t, _ in frames) + (vision.depth - full) * cut
         return Work(
             matmul_flops=2.0 * patches * matrices * vision.depth,
             attention_flops=4.0 * width * pairs,
             weight_bytes=matrices * vision.depth * self.dtype_bytes,
             stream_bytes=float(patches * per_patch * vision.depth * self.dtype_bytes),
-            kernels=vision.depth * (_PROJECTION_KERNELS + _FINISH_KERNELS) + calls * _ATTENTION_KERNELS,
+            kernels=vision.depth * number.block + calls * number.call + self._frame_launches(prompts),
         )
+
+    def _frame_launches(self, prompts: Sequence[Prompt]) -> int:
+        return self._launches.frame * sum(grid[0] for prompt in prompts for grid in prompt.grids)
 
     def _mergers(self, prompts: Sequence[Prompt]) -> Work:
         vision = self.shape.vision
@@ -255,7 +276,19 @@ class ModelCounts:
         one = self._product(tokens, width, width) + self._product(tokens, width, vision.out_hidden_size)
         return (1 + len(vision.deepstack_layers)) * one
 
-    # --- parts of a layer
+    # --- parts of a pass
+
+    @property
+    def _launches(self) -> Launches:
+        return EAGER if self.eager else FUSED
+
+    def backward(self, forward: Work) -> Work:
+        """The backward of a forward pass, or of a part of one."""
+        return forward.backward(self.dtype_bytes, launches=self._launches.backward)
+
+    def _layers(self, tokens: float, pairs: float, kernels: int) -> Work:
+        layer = self._projections(tokens) + self._attention(pairs, kernels) + self._finish(tokens)
+        return self.shape.text.num_layers * layer
 
     @property
     def _mlp(self) -> int:
@@ -273,12 +306,13 @@ class ModelCounts:
             matmul_flops=2.0 * tokens * matrix,
             weight_bytes=matrix * self.dtype_bytes,
             stream_bytes=tokens * 2 * (text.hidden_size + wide + narrow) * self.dtype_bytes,
-            kernels=_PROJECTION_KERNELS,
+            kernels=self._launches.projections,
         )
 
-    def _attention(self, pairs: float) -> Work:
+    def _attention(self, pairs: float, kernels: int | None = None) -> Work:
         text = self.shape.text
-        return Work(attention_flops=4.0 * text.num_heads * text.head_dim * pairs, kernels=_ATTENTION_KERNELS)
+        own = self._launches.attention if kernels is None else kernels
+        return Work(attention_flops=4.0 * text.num_heads * text.head_dim * pairs, kernels=own)
 
     def _finish(self, tokens: float) -> Work:
         text, experts = self.shape.text, self.experts
@@ -292,7 +326,7 @@ class ModelCounts:
             matmul_flops=2.0 * tokens * (output + active * self._mlp + router),
             weight_bytes=(output + read * self._mlp + router) * self.dtype_bytes,
             stream_bytes=tokens * moved * self.dtype_bytes,
-            kernels=_FINISH_KERNELS + (3 if experts is not None else 0),
+            kernels=self._launches.finish + (3 if experts is not None else 0),
         )
 
 

@@ -149,10 +149,11 @@ def cpu(cores: int, memory_bytes: float) -> Hardware:
     """This machine's cores as one device, for `calibrate.fit` to start from: nominal 64 GFLOP/s in fp32 and 8 GB/s a
     core (16 operations and 4 bytes a cycle at 2 to 4 GHz), and what calling an operation from Python takes.
 
-    A decode step has as many kernels for any batch: their launches are part of what a step takes on the host.
+    A decode step has as many kernels for any batch: their launches are part of what a step takes on the host. Attention
+    starts as fast as products: that is where fits to prompts that are long enough to tell have ended here.
     """
     start = Efficiency(
-        matmul=0.7, attention=0.4, memory=0.8, link=1.0, kernel_s=1e-5, decode_step_s=1e-3, decode_kernels=0.0
+        matmul=0.7, attention=0.7, memory=0.8, link=1.0, kernel_s=1e-5, decode_step_s=1e-3, decode_kernels=0.0
     )
     own = Link(8 * _GB, 1e-6)  # one device: nothing is sent
     source = "nominal; the efficiencies are to be fitted"

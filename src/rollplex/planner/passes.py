@@ -166,7 +166,7 @@ class _Group:
 
     def _head_training(self) -> Work:
         head = self.counts.head(self.group.response_tokens)
-        return head + head + head.backward(self.counts.dtype_bytes)
+        return head + head + self.counts.backward(head)
 
     def _packed(self, one: Pass) -> Pass:
         """This group's share of the weights read and the kernels launched: once for each micro-batch of its pack."""

@@ -43,10 +43,11 @@ class Work:
         """All bytes between the device and its memory."""
         return self.weight_bytes + self.stream_bytes + self.kv_bytes
 
-    def backward(self, dtype_bytes: int) -> Work:
+    def backward(self, dtype_bytes: int, *, launches: float = 2.0) -> Work:
         """The backward of this forward, gradients of inputs and of weights: two products for each of the forward's.
 
         Weights are read once more and their fp32 gradients added to; activations and their gradients both move.
+        launches: kernels for each of the forward.
         """
         return Work(
             matmul_flops=2 * self.matmul_flops,
@@ -54,7 +55,7 @@ class Work:
             weight_bytes=self.weight_bytes * (1 + _GRADIENT_BYTES / dtype_bytes),
             stream_bytes=2 * self.stream_bytes,
             kv_bytes=2 * self.kv_bytes,
-            kernels=2 * self.kernels,
+            kernels=launches * self.kernels,
         )
 
 
