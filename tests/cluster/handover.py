@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -122,7 +123,7 @@ def killed_half_way(job: Job, folder: Path) -> Any:
         world.barrier("readers have mapped the weights")
         publisher = DyingPublisher(plan, backing, block, bucket_bytes=256)
         try:
-            publisher.publish(lambda: backing.fill(Side.TRAIN, new), wait_s=60.0)
+            publisher.publish(lambda: backing.fill(Side.TRAIN, new), wait_s=job.deadline_s)
         except (PeerError, DeadlineError) as error:
             problem = str(error)
         else:
@@ -131,7 +132,7 @@ def killed_half_way(job: Job, folder: Path) -> Any:
         deadline_s = monotonic() + job.deadline_s
         while len(list(folder.iterdir())) < 2 and monotonic() < deadline_s:
             sleep(0.01)
-        backing.load(new, "from the checkpoint", wait_s=60.0)
+        backing.load(new, "from the checkpoint", wait_s=job.deadline_s)
         return {"error": problem, "after": again, "loaded": _read(backing, old, new)}
     handles = world.exchange(None, "handles")
     backing = Backing.attach(handles[job.rank - 2])
@@ -212,14 +213,19 @@ def _read(backing: Backing, old: Tensors, new: Tensors) -> tuple[int, str]:
         return -1, f"{type(error).__name__}: {error}"
 
 
-def late(job: Job) -> str:
-    """Process 1 does not come to the barrier of process 0 in time; what that one is told."""
-    block = block_peers(job, 2)
+def late(job: Job, deadline_s: float, folder: Path) -> str:
+    """Process 1 does not come to the barrier of process 0 before that one has given up; what it is told."""
+    block = replace(block_peers(job, 2), deadline_s=deadline_s)
+    told = folder / "told"
     if job.rank == 1:
-        sleep(3 * job.deadline_s)
+        until = monotonic() + job.deadline_s
+        while not told.exists() and monotonic() < until:
+            sleep(0.01)
         return ""
     try:
         block.barrier("publish of v7: start")
     except DeadlineError as error:
         return str(error)
+    finally:
+        told.touch()
     return "no error"

@@ -19,14 +19,19 @@ from rollplex.parallel.groups import Job, join_job
 
 # Imported once, by the server that all processes are forked from: an import of torch costs seconds.
 _PRELOAD = ["torch", "rollplex.models.build", "rollplex.models.prompts", "rollplex.train.update", "datasets"]
-_GRACE_S = 5.0  # for messages of the others after the first process failed
+_GRACE_S = 60.0  # for messages of the others after the first process failed
 
 Work = Callable[..., Any]
 """work(job, *arguments) -> a value that torch.save can write. A function of a module that can be imported by name."""
 
 
 def run_ranks(
-    work: Work, world: int, *arguments: Any, deadline_s: float = 120.0, wait_s: float = 60.0, killed: Sequence[int] = ()
+    work: Work,
+    world: int,
+    *arguments: Any,
+    deadline_s: float = 250.0,
+    wait_s: float = 120.0,
+    killed: Sequence[int] = (),
 ) -> list[Any]:
     """What `work` returned on each of `world` processes; None for those in `killed`, which must end by a signal.
 

@@ -30,7 +30,7 @@ def run_config(folder: Path, **sections: dict[str, Any]) -> Config:
         "rewards": {"reward_funcs": [f"{__file__}:token_reward"]},
         "train": {"max_steps": STEPS, "learning_rate": 1e-3, "micro_batch_tokens": 200},
         "schedule": {"unit_tokens": 64, "overlap": "off"},
-        "parallel": {"deadline_s": 60.0},
+        "parallel": {"deadline_s": 120.0},
     }
     for section, values in sections.items():
         tree[section] = {**tree.get(section, {}), **values}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from rollplex.errors import DeadlineError, PeerError
 from rollplex.parallel.groups import join_job, leave_job
 from rollplex.parallel.waits import Peers
+from rollplex.parallel.witness import Whereabouts, Witness
 
 LOST = "[third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:3998: Connection reset by peer"
 
@@ -43,3 +47,15 @@ def test_errors_of_this_process_come_through(error: Exception, peers: Peers) -> 
     with pytest.raises(type(error)) as found, peers.waiting("sum of everything"):
         raise error
     assert found.value is error
+
+
+def test_a_connection_may_be_lost_long_before_its_process_counts_as_ended() -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+        own = Whereabouts.own()
+        witness = Witness(dist.HashStore(), 0, [own, Whereabouts(own.host, other.pid)])
+        assert witness.told() == ""
+        end = threading.Timer(2.0, other.kill)
+        end.start()
+        assert witness.told(120.0) == f"rank 1 (process {other.pid}) has ended without a word"
+        end.join()

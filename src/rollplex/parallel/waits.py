@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rollplex.errors import DeadlineError, PeerError
-from rollplex.parallel.witness import Witness
+from rollplex.parallel.witness import PATIENCE_S, Witness
 
 T = TypeVar("T")
 _COMMUNICATION = ("gloo", "nccl", "peer", "connect", "socket", "store", "process group", "timed out", "timeout")
@@ -59,9 +59,10 @@ class Peers:
                     f"{what}: {where} waited {waited:.1f} s for the other ranks{self._told()}; look for the first "
                     "error among them"
                 ) from error
+            told = self._told(PATIENCE_S)
             raise PeerError(
-                f"{what}: {where} lost another rank after {waited:.1f} s ({_first_line(error)}){self._told()}; look "
-                "for the first error among them, then start the job again from its last checkpoint"
+                f"{what}: {where} lost another rank after {waited:.1f} s ({_first_line(error)}){told}; look for the "
+                "first error among them, then start the job again from its last checkpoint"
             ) from error
 
     def barrier(self, what: str) -> None:
@@ -82,8 +83,8 @@ class Peers:
         found: T = self.exchange(value if self.rank == 0 else None, what)[0]
         return found
 
-    def _told(self) -> str:
-        told = self.witness.told() if self.witness is not None else ""
+    def _told(self, wait_s: float = 0.0) -> str:
+        told = self.witness.told(wait_s) if self.witness is not None else ""
         return f": {told}" if told else ""
 
 

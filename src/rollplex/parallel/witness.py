@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-_PATIENCE_S = 1.0  # a killed process loses its connections a moment before it counts as ended
+PATIENCE_S = 10.0  # a killed process loses its connections before it counts as ended: a moment, more on a busy host
 _POLL_S = 0.05
 _MOST_SHOWN = 400  # characters of an error
 
@@ -44,11 +44,12 @@ class Witness:
         except RuntimeError:
             return
 
-    def told(self) -> str:
-        """What became of the ranks that have ended; "" when nothing is known of any. Waits up to a second for it."""
-        deadline = monotonic() + _PATIENCE_S
+    def told(self, wait_s: float = 0.0) -> str:
+        """What became of the ranks that have ended; "" when nothing is known of any, `wait_s` seconds from now at the
+        latest."""
+        deadline = monotonic() + wait_s
         while not (found := [text for rank in range(len(self.ranks)) if (text := self._of(rank))]):
-            if monotonic() >= deadline:
+            if monotonic() >= deadline or len(self.ranks) == 1:
                 return ""
             sleep(_POLL_S)
         return "; ".join(found)
