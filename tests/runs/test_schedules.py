@@ -22,6 +22,7 @@ from rollplex.rollout.scripted_engine import ScriptedEngines
 from rollplex.runtime.executor import SWITCH_S
 from rollplex.runtime.learner import Learner
 from rollplex.runtime.trainer import Trainer, train
+from rollplex.schedule.step import Lane
 from rollplex.tasks.rewards import TrainerState
 from rollplex.train.prefix_book import PrefixBook
 from rollplex.types import FinishReason, Response
@@ -62,14 +63,16 @@ def _config(folder: Path, schedule: dict[str, Any], **sections: dict[str, Any]) 
     return Config.model_validate(json.loads(json.dumps(tree)))
 
 
-def _weights_after(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+def _weights_after(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], list[list[str]]]:
+    """After STEPS steps; of each, its metrics and the passes that ran beside decoding."""
     trainer = Trainer(config)
     try:
-        metrics = [trainer.run_step()[0].metrics for _ in range(STEPS)]
+        steps = [trainer.run_step() for _ in range(STEPS)]
         weights = {k: v.detach().clone() for k, v in trainer.session.loaded.model.named_parameters()}
     finally:
         trainer.close()
-    return weights, [dict(m) for m in metrics]
+    beside = [[span.name for span in outcome.spans if span.lane == Lane.WINDOW] for _, outcome in steps]
+    return weights, [dict(report.metrics) for report, _ in steps], beside
 
 
 def slow_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -109,12 +112,12 @@ def test_rollplex_has_the_bits_of_serial(variant: str, tmp_path: Path) -> None:
     sections = VARIANTS[variant]
     closed = {**OPEN, "name": "serial", "overlap": "off"}
     prompt = {**sections, "rewards": {}}  # the same rewards, at once
-    wanted, before = _weights_after(_config(tmp_path, closed, **prompt))
-    found, after = _weights_after(_config(tmp_path, {**OPEN, "name": "rollplex"}, **sections))
+    wanted, before, _ = _weights_after(_config(tmp_path, closed, **prompt))
+    found, after, beside = _weights_after(_config(tmp_path, {**OPEN, "name": "rollplex"}, **sections))
     assert [name for name in wanted if not wanted[name].equal(found[name])] == []
     assert [_untimed(metrics) for metrics in before] == [_untimed(metrics) for metrics in after]
     moved = variant not in {"no reference", "whole sequences", "resampled", "late rewards"}
-    assert all(m["overlap/hidden_s"] > 0 for m in after) == moved
+    assert [bool(step) for step in beside] == [moved] * STEPS
     assert all(m["overlap/hidden_s"] == 0 for m in before)
 
 
@@ -130,11 +133,11 @@ def test_stream_equals_serial_but_for_the_order_of_sums(variant: str, loss: str,
     sections["rollout"] = {"max_decode_rows": 6}  # groups end one after another
     with full_float64():  # else a last bit of a sum flips a rounding to fp32 inside the model
         closed = {**OPEN, "name": "serial", "overlap": "off"}
-        wanted, before = _weights_after(_config(tmp_path, closed, **sections))
-        found, after = _weights_after(_config(tmp_path, {**OPEN, "name": "stream"}, **sections))
+        wanted, before, _ = _weights_after(_config(tmp_path, closed, **sections))
+        found, after, beside = _weights_after(_config(tmp_path, {**OPEN, "name": "stream"}, **sections))
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
-    assert any(m["overlap/hidden_s"] > 0 for m in after)
+    assert any(beside)
     for a, b in zip(before, after, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-9, abs=1e-12)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
@@ -235,6 +238,7 @@ def _gradient(trainer: Trainer, config: Config, order: list[tuple[int, int]]) ->
         i: tuple(Response(r.index, r.token_ids, (-1.0,) * len(r.token_ids), r.finish) for r in group)
         for i, group in responses.items()
     }
+    torch.set_num_threads(trainer.config.run.num_threads)  # of the whole process: another test may have changed it
     learner = Learner(
         trainer.session.policy,
         optimizer,
@@ -260,7 +264,7 @@ def _slots(trainer: Trainer) -> list[Any]:
     return trainer.scripted_slots  # type: ignore[attr-defined,no-any-return]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(order=st.permutations(PLACES), open_window=st.booleans())
 def test_any_order_of_completion_gives_the_same_gradient(stage: Trainer, order: Any, open_window: bool) -> None:
     wanted = _gradient(stage, stage.config, [])
@@ -308,21 +312,25 @@ def test_a_pass_that_hangs_in_the_window_is_named(tmp_path: Path, monkeypatch: p
 
     from rollplex.runtime.step_tasks import StepTasks
 
-    release = threading.Event()
-    monkeypatch.setattr(StepTasks, "_ref_prefix", lambda _self, _unit: release.wait(30))
+    release, ended = threading.Event(), list[int]()
+
+    def hang(_self: StepTasks, unit: int) -> None:
+        release.wait(120)
+        ended.append(unit)
+
+    monkeypatch.setattr(StepTasks, "_ref_prefix", hang)
     monkeypatch.setattr("rollplex.runtime.executor.LAST_WAIT_S", 0.2)
     trainer = Trainer(_config(tmp_path, {**OPEN, "name": "rollplex", "pass_timeout_s": 0.2}))
-    begin_s = time.monotonic()
     try:
         with pytest.raises(
             DeadlineError, match=r"ref_prefix of group 0.* did not end within schedule.pass_timeout_s=0.2 s"
         ):
             trainer.run_step()
-        assert time.monotonic() - begin_s < 25  # neither the error nor the end of the run waits for the pass
     finally:
         trainer.close()
-        assert time.monotonic() - begin_s < 25
+        waited = list(ended)
         release.set()
+    assert waited == []  # neither the error nor the end of the run waits for the pass
 
 
 @pytest.mark.parametrize(
