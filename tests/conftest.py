@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -30,9 +31,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="Write tests/golden/*.txt anew from what is found.")
 
 
-@pytest.fixture(scope="session", autouse=True)
+if find_spec("hypothesis") is not None:  # tests/real_vllm run without it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # What judges a change: the same examples each time, so that the change decides. Others look for new ones.
+    settings.register_profile("ci", settings.get_profile("any"), derandomize=True, database=None)
+    settings.load_profile("any")
+
+
+@pytest.fixture(autouse=True)
 def _few_threads() -> None:
-    """Tiny tensors gain nothing from threads, and test processes share the cores."""
+    """Tiny tensors gain nothing from threads, and test processes share the cores. Runs set their own number for the
+    whole process: the next test begins as if there had been none."""
     torch.set_num_threads(1)
 
 
