@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollplex.config import Config
-from rollplex.runtime.termination import StepEnd
+from rollplex.runtime.termination import StepEnd, exit_on_sigterm
 from rollplex.runtime.trainer import Trainer, train
 
 STEPS = 4
@@ -89,6 +89,25 @@ def test_a_second_one_ends_at_once_and_keeps_what_was_saved(tmp_path, number, er
     _ended(_config(tmp_path / "run", run={"save_steps": 1}), [number, number], 3, error)
     assert _logged(tmp_path / "run") == [1]
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_second_sigterm_does_not_interrupt_the_rescue(tmp_path, monkeypatch) -> None:
+    trainer, step, save = Trainer(_config(tmp_path / "run")), Trainer.run_step, Trainer.save
+
+    def interrupted(self, *args):
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *args)
+
+    def again(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(self, *args)
+
+    monkeypatch.setattr(Trainer, "run_step", interrupted)
+    monkeypatch.setattr(Trainer, "save", again)
+    with exit_on_sigterm(), pytest.raises(SystemExit):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize(("number", "error"), ENDS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import os
 import signal
 import subprocess
@@ -51,6 +54,21 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(CheckpointError, match=r"cannot write the run folder .*run\.output_dir"):
         claimed(tmp_path / "run").__enter__()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_warned_of(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with caplog.at_level(logging.WARNING, "rollplex.runtime"), pytest.raises(KeyError) as caught:
+        with claimed(tmp_path / "run"):
+            raise KeyError("of the run itself")
+    assert "knows no locks: see to it that one process writes there" in caplog.text
+    assert caught.value.__context__ is None  # and says nothing of locks
 
 
 def test_train_claims_its_folder_before_anything_slow(tmp_path: Path) -> None:

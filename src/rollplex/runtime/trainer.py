@@ -245,7 +245,8 @@ class Trainer:
         if reported["step"] in (0, saved) or isinstance(error, CheckpointError):
             return
         try:
-            folder = self.save(reported)
+            with noted_sigterm():  # a scheduler and a launcher may both send it, and this is all that is left to do
+                folder = self.save(reported)
         except Exception as second:  # the disk may be what failed in the first place
             error.add_note(f"the steps since the last checkpoint could not be saved either: {second}")
         else:
