@@ -19,12 +19,10 @@ from rollplex.weights.lending import EngineLayer, EngineSharing, EngineTensor, V
 from rollplex.weights.loan import Loan
 from rollplex.weights.share import Backing
 
-SLOW_LOAD_S = 1.0
-
 
 class SharingHost(LocalHost):
-    """Further files that are orders: `slow-load` makes the next end of a load take SLOW_LOAD_S, `refuse-load` makes the
-    next load fail, `hang-in-load` makes it wait for ever."""
+    """Further files that are orders: `refuse-load` makes the next load fail, `hang-in-load` makes it wait for ever, and
+    while `hold-load` is there no load ends."""
 
     def __init__(self, settings: HostSettings, name: str = "sharing"):
         super().__init__(settings, name)
@@ -56,9 +54,8 @@ class SharingHost(LocalHost):
 
     def end_load(self) -> None:
         """Older prefixes are stale."""
-        with suppress(FileNotFoundError):
-            (self.folder / "slow-load").unlink()
-            time.sleep(SLOW_LOAD_S)
+        while (self.folder / "hold-load").exists():
+            time.sleep(0.01)
         super().end_load()
 
     def share(self, loan: Loan) -> EngineSharing:

@@ -20,7 +20,6 @@ from rollplex.rollout.hosting import HostSettings
 from rollplex.rollout.local_engine import LocalEngine
 from rollplex.rollout.server import ServerHost
 from rollplex.weights.loan import LentWeights
-from sharing_host import SLOW_LOAD_S
 
 NAMES = ("image", "text")
 PARAMS = SamplingParams(3, 24, seed=4)
@@ -151,15 +150,16 @@ def test_an_update_that_fails_half_way_leaves_nothing_to_sample_from(shared):
 
 def test_a_publish_runs_beside_other_work_and_the_next_rollout_waits_for_it(shared):
     shared.train()
-    shared.order("slow-load")
-    begin_s = time.monotonic()
-    shared.engine.begin_publish()
-    assert time.monotonic() - begin_s < SLOW_LOAD_S / 2
+    shared.order("hold-load")
+    shared.engine.begin_publish()  # comes back though no load can end
+    begun_s = time.monotonic()
     with pytest.raises(StateError, match=r"cannot start while the push of v\d+ into server . .* writes the weights"):
         with shared.engine.writing("optimizer step 9"):
             raise AssertionError("written to while hosts take weights")
+    held_s = time.monotonic() - begun_s
+    (shared.folder / "hold-load").unlink()
     assert shared.sample() == shared.here()
-    assert shared.engine.metrics()["publish/seconds"] >= SLOW_LOAD_S
+    assert shared.engine.metrics()["publish/seconds"] >= held_s
 
 
 def test_a_death_in_a_publish_beside_other_work_is_survived(shared, caplog):
@@ -195,7 +195,5 @@ def test_a_publish_that_hangs_names_its_host_and_closing_does_not_wait(tmp_path)
     with pytest.raises(DeadlineError, match=r"server . .* did not end its begin_load within 15 s .*call_timeout_s"):
         made.engine.open(PARAMS)
     made.engine.begin_publish()  # the same host hangs still
-    begin_s = time.monotonic()
-    made.engine.close()
-    assert time.monotonic() - begin_s < 15.0 + 10.0  # a host that does not answer is killed after 10 s
+    made.engine.close()  # the load would take an hour
     assert all(host.process.poll() is not None for host in hosts)
