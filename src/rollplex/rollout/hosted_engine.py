@@ -237,11 +237,13 @@ class HostedEngine:
 
     def _push(self, places: Sequence[_Place], hold: ExitStack) -> None:
         """Weights to the hosts of `places`: all, or those that they do not take from training's storage."""
-        version, tensors = self.policy.weight_version, merged_tensors(self.policy.model)
-        told = [place for place in places if place.sharing is not None]
-        untold = [place for place in places if place.sharing is None]
         with hold, torch.no_grad():
+            version, tensors = self.policy.weight_version, merged_tensors(self.policy.model)
+            told = [place for place in places if place.sharing is not None]
+            untold = [place for place in places if place.sharing is None]
             self._pushed_bytes = 0
+            if self.lent is not None:
+                self.lent.backing.synchronize()  # hosts see what the optimizer wrote
             if told:
                 left = frozenset[str]().union(*(place.sharing.pushed_sources for place in told if place.sharing))
                 self._load(told, [item for item in tensors if item.name in left])
