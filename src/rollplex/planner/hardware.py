@@ -54,7 +54,7 @@ class Efficiency:
     link: float = 0.75
     kernel_s: float = 2e-6  # per kernel, beyond its operations and bytes
     decode_step_s: float = 1e-3  # per decode step: sampling, scheduling, everything on the host
-    decode: float = 1.0  # rates in decode steps, as a part of those in passes: where decoding has fewer threads
+    decode: float = 1.0  # rates in decode steps, as a part of those in passes: fewer threads, or a CPU
     decode_kernels: float = 1.0  # launches in decode steps, as a part of `kernel_s`: another program than passes
 
     def __post_init__(self) -> None:
