@@ -166,7 +166,7 @@ def _whole(family: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(
     labels=st.lists(st.integers(0, 4), min_size=13, max_size=13),
     order=st.permutations(range(13)),

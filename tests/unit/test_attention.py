@@ -68,7 +68,7 @@ def _blocks(draw):
     return blocks
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     blocks=_blocks(),
     heads=st.sampled_from([(2, 1), (4, 2), (3, 3)]),

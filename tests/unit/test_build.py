@@ -156,7 +156,7 @@ def test_mrope_sections_cover_every_pair(family, pairs):
         assert 3 * width <= pairs
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.sampled_from(FAMILIES), st.integers(4, 40), st.integers(1, 5), st.integers(1, 6))
 def test_any_accepted_shape_builds(family, vision_quarter, depth, layers):
     config = BuildConfig(

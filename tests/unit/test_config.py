@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -266,7 +266,6 @@ _VALUES: dict[str, list[Any]] = {
 }
 
 
-@settings(deadline=None)
 @given(st.fixed_dictionaries({key: st.sampled_from(values) for key, values in _VALUES.items()}))
 def test_dump_and_load_round_trip(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     tree: dict[str, Any] = {"model": {"build": {}}}
@@ -285,7 +284,6 @@ _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False
 _TREES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=6)
 
 
-@settings(deadline=None)  # PyYAML is slow, and other tests run beside this one
 @given(st.dictionaries(st.text(), _TREES, max_size=4))
 def test_yaml_round_trip(tree: dict[str, Any]) -> None:
     again = parse_mapping(write_yaml(tree), "text").tree

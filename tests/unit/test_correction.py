@@ -112,7 +112,7 @@ def test_overflowing_sequence_ratio_is_cut_and_still_measured() -> None:
 gap_rows = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=4), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(gaps=gap_rows, mode=st.sampled_from(MODES), data=st.data())
 def test_stats_merge_exactly_over_any_partition(gaps: list[list[float]], mode: CorrectionMode, data: Any) -> None:
     owner = [data.draw(st.integers(0, 2)) for _ in gaps]

@@ -32,7 +32,7 @@ def _bits(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, torch.Tenso
     return {**dict(model.named_parameters()), **optimizer.named_state()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 1000))
 def test_bits_are_those_of_state_on_the_device(dtype: torch.dtype, chunk_bytes: int) -> None:
     found = []

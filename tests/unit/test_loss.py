@@ -70,7 +70,7 @@ def loss_and_grad(batch: LossBatch, totals: LossTotals, how: LossSettings) -> tu
 responses = st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 3)), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     rows=responses,
     loss_type=st.sampled_from(LOSSES),

@@ -126,7 +126,7 @@ def _shapes(draw: st.DrawFn) -> StepShape:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(_shapes(), st.sampled_from([SERIAL, ROLLPLEX, STREAM]), st.floats(0, 1))
 def test_any_step(shape: StepShape, timeline: Timeline, share: float) -> None:
     records = step_records(shape, HARDWARE, timeline)

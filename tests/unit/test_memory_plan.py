@@ -50,7 +50,7 @@ def _every_plan(records: Records, timeline: Timeline) -> list[tuple[int, float, 
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM]), st.floats(0, 1.2))
 def test_plan_is_the_best_of_all(records: Records, timeline: Timeline, share: float) -> None:
     every = _every_plan(records, timeline)
@@ -67,7 +67,7 @@ def test_plan_is_the_best_of_all(records: Records, timeline: Timeline, share: fl
     assert (plan.exposed_s, moved) == min(fitting)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM]))
 def test_smallest_cap_works_and_one_byte_less_does_not(records: Records, timeline: Timeline) -> None:
     least = smallest_cap(records, timeline)
@@ -78,7 +78,7 @@ def test_smallest_cap_works_and_one_byte_less_does_not(records: Records, timelin
         plan_memory(records, timeline, least.cap_bytes - 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM]), st.floats(0, 1))
 def test_nothing_is_used_outside_its_residency_and_every_policy_is_needed(
     records: Records, timeline: Timeline, share: float

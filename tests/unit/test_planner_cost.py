@@ -185,7 +185,7 @@ def test_the_estimate_lies_within_the_bound(kind: Any) -> None:
         assert stage.estimate_s <= stage.upper_s * (1 + 1e-9), stage
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 3000), min_size=4, max_size=4), min_size=8, max_size=8),
     tensor=st.sampled_from([2, 4, 8]),

@@ -41,7 +41,7 @@ def _one_by_one(groups: list[GroupLoad], shared: bool, places: int) -> list[list
     return ends
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), min_size=1, max_size=5),
     shared=st.booleans(),

@@ -37,7 +37,7 @@ def _run(engine: Engine, pieces: int = 1) -> dict[object, float]:
 _lengths = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=_lengths, shared=st.booleans(), places=st.none() | st.integers(1, 8), pieces=st.sampled_from([1, 3]))
 def test_ends_are_those_of_the_closed_form(
     lengths: list[list[int]], shared: bool, places: int | None, pieces: int

@@ -32,7 +32,7 @@ _even = st.lists(st.integers(400, 900), min_size=8, max_size=8).map(lambda lengt
 _any = st.lists(st.integers(1, 900), min_size=8, max_size=8).map(lambda lengths: (lengths, 0.2))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(_even | _any, st.sampled_from(PrefixMode))
 def test_times_are_those_of_the_cost_model(drawn: tuple[list[int], float], prefix: PrefixMode) -> None:
     lengths, bound = drawn

@@ -31,7 +31,7 @@ def _simulate(name: str, groups: int, layout: Layout, **options):
     return simulate(schedule, spec, FEED, layout, seconds=seconds, table=decode_table(), **options)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data(), st.sampled_from([*SCHEDULES, *POOL_SCHEDULES]), st.integers(1, 5))
 def test_as_the_scripted_executor_where_each_group_has_an_engine(data: st.DataObject, name: str, count: int) -> None:
     """An engine each, a row each, a second a step: DECODE then takes a fixed time, and both clocks must agree. No two
@@ -86,7 +86,6 @@ def test_contention_stretches_both_lanes_while_both_are_in_use(contention, decod
     assert _beside(contention, decode, window) == pytest.approx(ends)
 
 
-@settings(deadline=None)
 @given(st.floats(1.0, 3.0), st.integers(1, 50), st.floats(0.1, 50.0))
 def test_contention_of_two_gains_nothing_and_work_is_kept(contention: float, decode: int, window: float) -> None:
     last = max(_beside(contention, decode, window))

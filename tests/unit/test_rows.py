@@ -9,7 +9,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -234,7 +234,7 @@ ROW = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=300)
+@settings(max_examples=300)
 @given(ROW)
 def test_any_row_is_an_example_with_matching_placeholders_or_a_row_error(row):
     try:

@@ -27,7 +27,7 @@ FILTERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(
     seed=st.integers(0, 999),
     vocab=st.integers(1, 40),
@@ -54,7 +54,7 @@ def test_filters_equal_transformers(seed, vocab, scale, ties, filters):
     assert bool(torch.isfinite(found).any(-1).all())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(seed=st.integers(0, 999), penalty=st.sampled_from([0.5, 1.0, 1.3, 4.0]))
 def test_repetition_penalty_equals_transformers(seed, penalty):
     draw_from = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollplex.errors import ConfigError
@@ -107,7 +107,6 @@ _pipes = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.data(), st.just(Disaggregated()) | _pipes, st.lists(_specs(), min_size=1, max_size=2), _limits)
 def test_every_group_once_under_one_version(
     data: st.DataObject, schedule: Schedule, specs: list[StepSpec], limits: Limits
@@ -133,7 +132,6 @@ def _first_passes(journal: Journal, step: int, spec: StepSpec) -> list[int | Non
     return [task.group for at, task in journal.of("start", _head(spec)) if at == step]
 
 
-@settings(deadline=None)
 @given(st.data(), _pipes, _specs(), _limits)
 def test_whole_units_first_in_first_out(data: st.DataObject, pipe: RolloutPipe, spec: StepSpec, limits: Limits) -> None:
     """Consumption is exact: what is trained on is a prefix of what is complete, in its order, a unit at a time."""
@@ -160,7 +158,6 @@ def test_whole_units_first_in_first_out(data: st.DataObject, pipe: RolloutPipe, 
         assert journal.events[-4][2] == Task(Phase.OPTIMIZER)
 
 
-@settings(deadline=None)
 @given(st.data(), _pipes, _specs())
 def test_the_frontier_is_what_is_admitted(data: st.DataObject, pipe: RolloutPipe, spec: StepSpec) -> None:
     pipe = replace(pipe, fgd=True, aging=None)
@@ -207,7 +204,6 @@ def test_handing_over_early_hides_training() -> None:
     assert list(makespans.values()) == [18.0, 20.0, 14.0, 16.0]
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(_specs(), min_size=1, max_size=4), _limits)
 def test_async_is_late_by_exactly_one_update(data: st.DataObject, specs: list[StepSpec], limits: Limits) -> None:
     specs = [replace(spec, unit=None, optimizer_steps=1) for spec in specs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollplex.errors import StateError
@@ -86,7 +86,6 @@ class Plain:
         return Plain(self.spec, self.limits, left, [*self.done, event])
 
 
-@settings(deadline=None)
 @given(st.data(), st.sampled_from(SPECS), st.sampled_from([None, 6, 10]))
 def test_any_walk_from_any_earlier_state_answers_as_defined(
     data: st.DataObject, spec: StepSpec, cap: int | None

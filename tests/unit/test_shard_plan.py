@@ -76,7 +76,7 @@ def test_numbers_left_out_are_the_defaults_of_transformers(family: str) -> None:
     assert whole.vision.depth == config["vision_config"]["depth"]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     family=st.sampled_from(sorted(CLASSES)), layers=st.integers(1, 3), depth=st.integers(1, 5), heads=st.integers(1, 3),
     tied=st.booleans(), wide=st.sampled_from([None, 20]),

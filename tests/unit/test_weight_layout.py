@@ -162,7 +162,7 @@ def _publish(plan: SharingPlan, devices: list[Device]) -> None:
                 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_plans())
 def test_hand_over(plan: SharingPlan) -> None:
     """Training's pieces are written through its views, publish is carried out: both sides then hold what they must."""
@@ -181,7 +181,7 @@ def test_hand_over(plan: SharingPlan) -> None:
                 assert not padding.any() or any(run.tensor == PADDING for run in placed.parameter.runs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_plans())
 def test_a_write_through_the_training_view_is_seen_by_the_rollout(plan: SharingPlan) -> None:
     for device in _devices(plan):
@@ -202,7 +202,7 @@ def test_a_write_through_the_training_view_is_seen_by_the_rollout(plan: SharingP
             device.stores[Store.BACKING][:] = UNWRITTEN
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_plans())
 def test_storages_are_filled_once_by_their_larger_pieces(plan: SharingPlan) -> None:
     for device in _devices(plan):
@@ -232,7 +232,7 @@ def _copies_of(plan: SharingPlan, unit: Unit, tensor: str, side: int) -> int:
     return 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_plans(), st.sampled_from([0, 1]))
 def test_pieces_of_all_ranks_make_up_the_full_tensors(plan: SharingPlan, side: int) -> None:
     full = _full(plan.plan)
@@ -250,7 +250,7 @@ def test_pieces_of_all_ranks_make_up_the_full_tensors(plan: SharingPlan, side: i
             assert (counts == _copies_of(plan, unit, member.name, side)).all(), member.name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_plans())
 def test_bytes_received_are_those_of_the_copies(plan: SharingPlan) -> None:
     for classified in plan.units:
@@ -390,7 +390,7 @@ def test_degrees_that_do_not_divide_are_refused(t: int, s: int, model: dict[str,
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 24), st.integers(1, 24), st.sampled_from([(8, 2), (12, 6), (6, 6), (12, 4)]))
 def test_the_degrees_that_a_refusal_names_work(t: int, s: int, heads: tuple[int, int]) -> None:
     plan, sharing = _plan(*heads), _sharing(t, s)
