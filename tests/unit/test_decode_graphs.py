@@ -15,6 +15,7 @@ from rollplex.models.lora import add_lora
 from rollplex.rollout.decode_graphs import DecodeGraphs, decode_graphs
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.engines import local_engines
+from rollplex.rollout.fixed_step import _enlarged as enlarged
 from rollplex.rollout.local_engine import LocalEngine
 
 NAMES = ("image", "text", "video")
@@ -138,6 +139,20 @@ def test_a_rollout_of_broken_weights_leaves_nothing_behind(made: Rig) -> None:
     with torch.no_grad():
         weight.copy_(kept)
     assert _tokens(made, graphs) == wanted
+
+
+def test_caches_that_could_not_grow_claim_no_more_than_they_have(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = DecodeGraphs(made.policy)
+
+    def full(old: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        if old.ndim == 2:  # of the logits, the last that are made
+            raise torch.OutOfMemoryError
+        return enlarged(old, shape)
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr("rollplex.rollout.fixed_step._enlarged", full)
+        _tokens(made, graphs)
+    assert _tokens(made, graphs) == _tokens(made, None)
 
 
 def test_the_last_engine_to_open_has_the_buffers(made: Rig) -> None:

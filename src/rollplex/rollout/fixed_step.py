@@ -36,7 +36,7 @@ class FixedCaches:
 
     def make_room(self, bucket: Bucket) -> None:
         """Hold `bucket` too, and keep the content; tensors that had room already stay where they are."""
-        size = self.capacity = self.capacity.joined(bucket)
+        size = self.capacity.joined(bucket)
         shape = self.model.shape
         layers, heads, dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
         self.prompt_keys = _enlarged(self.prompt_keys, (layers, size.groups, heads, dim, size.prompt))
@@ -47,6 +47,7 @@ class FixedCaches:
         count = max(size.rows, size.prompt, size.suffix)
         if count > len(self.counts):
             self.counts = torch.arange(count, device=self.counts.device)
+        self.capacity = size  # last: out of memory may end this anywhere above
 
     def forget(self) -> None:
         """Zero keys and values: a NaN of a failed rollout would be met again, though masked (0 * nan is nan)."""
