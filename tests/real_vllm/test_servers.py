@@ -70,11 +70,12 @@ def test_a_killed_worker_counts_as_the_death_of_its_server(
     """Killed in the middle of a rollout: the other tensor-parallel worker cannot go on alone."""
     undisturbed = two_ranks.sample(max_tokens=24)
     engine = two_ranks.engines.open(two_ranks.params(max_tokens=24))
-    for rollout_id, spec in enumerate(two_ranks.specs):
-        engine.admit(rollout_id, spec)
     name, children = two_ranks.hosts[0].name, psutil.Process(_process(two_ranks, 0)).children()
     workers = [child for child in children if "Worker" in " ".join(child.cmdline())]
     assert len(workers) == 2
+    workers[1].suspend()  # nothing is done before it is killed, however late that comes
+    for rollout_id, spec in enumerate(two_ranks.specs):
+        engine.admit(rollout_id, spec)
     workers[1].kill()
     with caplog.at_level(logging.WARNING, "rollplex.rollout"):
         sampled = finish(engine, [])
@@ -91,11 +92,12 @@ def test_a_killed_server_is_named_and_its_groups_are_sampled_again(
     servers.train_on(servers.trainer(), servers.sample())
     undisturbed = servers.sample(max_tokens=24)
     engine = servers.engines.open(servers.params(max_tokens=24))
+    name, process = servers.hosts[1].name, _process(servers, 1)
+    os.kill(process, signal.SIGSTOP)  # nothing is done before it is killed, however late that comes
     for rollout_id, spec in enumerate(servers.specs):
         engine.admit(rollout_id, spec)
     owed = [len(place.owed) for place in servers.engines.hosted.places]
     assert min(owed) >= 3 * GENERATIONS  # both have work
-    name, process = servers.hosts[1].name, _process(servers, 1)
     os.kill(process, signal.SIGKILL)
     with caplog.at_level(logging.WARNING, "rollplex.rollout"):
         sampled = finish(engine, [])
@@ -173,9 +175,9 @@ def test_adapters_reach_vllm_merged(adapters: VllmRig) -> None:
 def test_a_server_that_hangs_ends_the_wait_by_name(servers: VllmRig) -> None:
     """Last: the stopped process does not come back."""
     engine = servers.engines.open(servers.params(max_tokens=400))
-    engine.admit(0, servers.specs[0])
     process = _process(servers, 0)
     os.kill(process, signal.SIGSTOP)
+    engine.admit(0, servers.specs[0])
     servers.engines.hosted.timeout_s = 2.0
     try:
         with pytest.raises(
