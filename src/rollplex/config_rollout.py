@@ -59,8 +59,8 @@ class RolloutConfig(Section):
     decode_graphs: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Decode steps of fixed shapes, recorded once and replayed as CUDA graphs; on a CPU the same steps "
-        "are called, with their padding. auto: on a GPU, in one process and without memory.cap_gib or "
-        "run.memory_steps.",
+        "are called, with their padding. Up to 2 GiB of padded caches stay between rollouts. auto: on a GPU, in one "
+        "process and without memory.cap_gib or run.memory_steps.",
     )
 
     @model_validator(mode="after")

@@ -84,11 +84,18 @@ def test_a_step_whose_weights_have_moved_ends_first_and_is_kept(tmp_path, capfd,
     assert resumed.keys() == whole.keys() and all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
-@pytest.mark.parametrize(("number", "error"), ENDS)
-def test_a_second_one_ends_at_once_and_keeps_what_was_saved(tmp_path, number, error) -> None:
-    _ended(_config(tmp_path / "run", run={"save_steps": 1}), [number, number], 3, error)
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_at_once_and_keeps_what_was_saved(tmp_path, first) -> None:
+    _ended(_config(tmp_path / "run", run={"save_steps": 1}), [first, signal.SIGINT], 3, KeyboardInterrupt)
     assert _logged(tmp_path / "run") == [1]
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize(("first", "error"), ENDS)
+def test_a_second_sigterm_waits_for_the_step_too(tmp_path, first, error) -> None:
+    _ended(_config(tmp_path / "run"), [first, signal.SIGTERM], 3, error)
+    assert _logged(tmp_path / "run") == [1, 2]
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_a_second_sigterm_does_not_interrupt_the_rescue(tmp_path, monkeypatch) -> None:

@@ -176,6 +176,12 @@ def test_closed_engines_hold_nothing(made: Rig) -> None:
     assert engines.graphs is not None and engines.graphs.steps
     engines.sleep()
     assert engines.graphs.steps  # the next rollout has the same shapes
+    assert engines.graphs.caches is not None
+    engines.graphs.rest(engines.graphs.caches.nbytes)
+    assert engines.graphs.steps
+    engines.graphs.rest(engines.graphs.caches.nbytes - 1)  # too large to keep from an update
+    assert not engines.graphs.steps and engines.graphs.caches is None
+    engines.open(PARAMS).admit(1, made.specs(("image",))[0])
     engines.close()
     assert not engines.graphs.steps and engines.graphs.caches is None
 

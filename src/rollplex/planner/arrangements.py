@@ -23,7 +23,8 @@ from rollplex.planner.parallel import Parallel
 from rollplex.planner.workload import COLOCATED, HYBRID, POOLS, Arrangement
 
 _SPLITS = 8
-_REFERENCE_SPLITS = 4  # a forward pass over the same tokens is a third of what training computes
+# The reference computes a third of what training does, so half of the devices for it is more than enough.
+_REFERENCE_SPLITS = 4
 # An assumption: with fewer tokens a device the ring waits for its latencies, and the search only grows.
 LEAST_PART = 4096
 

@@ -6,6 +6,7 @@ its function did, wherever that is: whoever moves a tensor must drop the graph.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -67,8 +68,11 @@ class CudaGraphs:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it complains of what was recorded, and hides why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         lane.wait_stream(side)
         self._newest = graph
         return graph.replay

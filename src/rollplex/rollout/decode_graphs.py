@@ -2,7 +2,7 @@
 
 A captured step reads the training weights in place and knows them by address. An optimizer step writes them where they
 are, so nothing is captured anew; a weight that moved (fused, re-laid, loaded into other memory) is noticed when the
-next engine opens, and all is captured again. Buffers and captures outlive engines, up to `release`.
+next engine opens, and all is captured again. Buffers and captures outlive engines, unless they are large (`rest`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rollplex.rollout.fixed_step import FixedCaches, FixedStep, Numbers
 
 logger = logging.getLogger(__name__)
 
+MOST_KEPT = 2 << 30  # bytes of buffers while nothing decodes; recording anew costs less than an update without room
 MOST_STEPS = 64  # captured; the one that was longest unused goes first
 LEAST_POSITIONS = 1024  # of the rotary tables, which steps know by address too
 
@@ -113,6 +114,12 @@ class DecodeGraphs:
         if positions > model.cos_MD.shape[0]:
             self.steps.clear()
             model.ensure_positions(rounded(positions, least=LEAST_POSITIONS))
+
+    def rest(self, most_kept: int = MOST_KEPT) -> None:
+        """Nothing decodes for a while: buffers of more than `most_kept` bytes are given back, with all steps."""
+        if self.caches is not None and self.caches.nbytes > most_kept:
+            logger.debug("decode buffers of %d bytes given back until the next rollout", self.caches.nbytes)
+            self.release()
 
     def release(self) -> None:
         """Give all memory back. An engine that decodes cannot go on; the next one captures anew."""

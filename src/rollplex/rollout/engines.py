@@ -67,7 +67,9 @@ class LocalEngines(NothingToPublish):
         return LocalEngine(self.policy, params, max_rows=self.max_rows, prefix_source=prefix_source, graphs=self.graphs)
 
     def sleep(self) -> None:
-        """Graphs stay: no plan wants their memory (decode_graphs.py)."""
+        """Graphs give back what is large."""
+        if self.graphs is not None:
+            self.graphs.rest()
 
     def close(self) -> None:
         """Give back what graphs hold."""

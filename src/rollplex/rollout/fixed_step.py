@@ -49,6 +49,12 @@ class FixedCaches:
             self.counts = torch.arange(count, device=self.counts.device)
         self.capacity = size  # last: out of memory may end this anywhere above
 
+    @property
+    def nbytes(self) -> int:
+        """Of keys, values and logits."""
+        held = (self.prompt_keys, self.prompt_values, self.suffix_keys, self.suffix_values, self.logits_BV)
+        return sum(tensor.nbytes for tensor in held)
+
     def forget(self) -> None:
         """Zero keys and values: a NaN of a failed rollout would be met again, though masked (0 * nan is nan)."""
         for tensor in (self.prompt_keys, self.prompt_values, self.suffix_keys, self.suffix_values):

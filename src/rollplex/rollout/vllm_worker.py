@@ -20,6 +20,7 @@ from rollplex.weights.loan import Loan
 from rollplex.weights.share import Backing
 
 _PROBE_ROWS = 2
+_TOGETHER = "vLLM reloads it together with the layers inside it, or around it"
 # What turns loaded weights into those of kernels, and does nothing but what `_is_packed` sees.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
@@ -106,12 +107,17 @@ class WorkerHooks:
         model, captured = self.model_runner.get_model(), self._captured()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         found, seen = list[EngineLayer](), set[int]()
+        reloaded = ""  # a layer that vLLM reloads with all that is inside it; outer ones come first
         for name, layer, own in _with_parameters(model):
+            inside = bool(reloaded) and name.startswith(f"{reloaded}.")
+            fixed = captured or (_TOGETHER if inside else _fixed(layer))
+            if fixed == _TOGETHER and not inside:
+                reloaded = name
             packed = _is_packed(layer)
             if packed or not seen.issuperset(map(id, own.values())):  # else a tied head: the embedding speaks for it
                 tensors = tuple(self._described(layer, names[id(p)], leaf, p) for leaf, p in own.items())
                 device = str(next(iter(own.values())).device)
-                found.append(EngineLayer(name, device, tensors, packed, captured or _fixed(layer)))
+                found.append(EngineLayer(name, device, tensors, packed, fixed))
             seen.update(map(id, own.values()))
         return tuple(found)
 
@@ -213,7 +219,7 @@ def _only_looks_up(layer: Any) -> bool:
 def _fixed(layer: Any) -> str:
     """Why a layer's parameters cannot be exchanged; "" when they can."""
     if any(True for child in layer.children() for _ in child.parameters()):
-        return "vLLM reloads it together with the layers inside it"
+        return _TOGETHER
     method = getattr(layer, "quant_method", None)
     if method is not None and type(method).__name__ not in _PLAIN_METHODS:
         return f"vLLM turns it into another format ({type(method).__name__})"

@@ -13,7 +13,7 @@ from types import FrameType
 
 EXIT_STATUS = 128 + signal.SIGTERM
 _Handler = Callable[[int, FrameType | None], None]
-_NOTICE = b"\nending after this step, whose weights have moved; once more ends at once and loses it\n"
+_NOTICE = b"\nending after this step, whose weights have moved; Ctrl-C once more ends at once and loses it\n"
 
 
 @contextmanager
@@ -37,7 +37,8 @@ class StepEnd:
     """Ctrl-C and SIGTERM in one process: at once, but not between a step's first moved weight and the step's record.
 
     Weights of half a rollout's optimizer steps belong to no finished step, so there would be nothing to save. What
-    comes then is noted and raised by `check`; a second one is raised where it comes.
+    comes then is noted and raised by `check`. A second Ctrl-C is raised where it comes; a second SIGTERM is not: a
+    scheduler and a launcher may both send one.
     """
 
     def __init__(self, moved: Callable[[], bool]):
@@ -72,8 +73,11 @@ class StepEnd:
             _raise(number)
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
-        if self._at_once or self._noted is not None or not self._moved():
+        insists = self._noted is not None and number == signal.SIGINT
+        if self._at_once or insists or not self._moved():
             _raise(number)
+        if self._noted is not None:
+            return
         self._noted = number
         with contextlib.suppress(OSError):
             os.write(2, _NOTICE)  # not through a stream that this thread may be in the middle of
