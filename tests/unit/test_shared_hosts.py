@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -122,6 +123,23 @@ def test_a_new_process_shares_again(shared, caplog):
     assert shared.sample() == shared.here()
 
 
+def test_metrics_are_of_the_publish_and_not_of_a_host_that_was_started_again(shared):
+    """Rounds of resampling open several rollouts under one publish."""
+    shared.train(0.99)
+    shared.sample()
+    published = shared.engine.metrics()
+    rollout = shared.engine.open(PARAMS)
+    process = shared.engine.places[0].host.process
+    os.kill(process.pid, signal.SIGSTOP)  # nothing is done before it is killed
+    rollout.admit(0, shared.specs[0])
+    os.kill(process.pid, signal.SIGKILL)
+    while rollout.busy:
+        rollout.step()
+    assert shared.engine.places[0].host.process is not process
+    assert shared.sample() == shared.here()
+    assert shared.engine.metrics() == published
+
+
 def test_weights_stand_still_while_hosts_sample(shared):
     rollout = shared.engine.open(PARAMS)
     rollout.admit(0, shared.specs[0])
@@ -197,3 +215,29 @@ def test_a_publish_that_hangs_names_its_host_and_closing_does_not_wait(tmp_path)
     made.engine.begin_publish()  # the same host hangs still
     made.engine.close()  # the load would take an hour
     assert all(host.process.poll() is not None for host in hosts)
+
+
+def test_closing_does_not_wait_for_the_start_of_a_host_in_place_of_a_dead_one(tmp_path):
+    """It takes vLLM minutes, and `close` has ended the hosts that it sees before this one is there."""
+    made, started, asked, ended = _Shared(tmp_path), list[ServerHost](), threading.Event(), threading.Event()
+    made.sample()
+    start, shutdown = made.engine.start, made.engine._thread.shutdown
+
+    def start_late(number):
+        asked.set()
+        assert ended.wait(PATIENCE_S)
+        started.append(start(number))
+        return started[-1]
+
+    def end_thread():
+        ended.set()
+        shutdown()
+
+    made.engine.start, made.engine._thread.shutdown = start_late, end_thread
+    made.train()
+    made.order("die-in-load")
+    made.engine.begin_publish()
+    assert asked.wait(PATIENCE_S)
+    made.engine.close()
+    (late,) = started
+    assert not late.ready and late.process.poll() is not None

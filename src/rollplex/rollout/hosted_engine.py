@@ -215,7 +215,7 @@ class HostedEngine:
         begin_s = time.monotonic()
         for _ in range(MAX_RESTARTS + 1):
             try:
-                self._push(self.places, hold or self._loading(self.places))
+                self._pushed_bytes = self._push(self.places, hold or self._loading(self.places))
                 self._publish_s = time.monotonic() - begin_s
                 return
             except HostDied as death:
@@ -235,25 +235,27 @@ class HostedEngine:
                 place.version = None
             return stack.pop_all()
 
-    def _push(self, places: Sequence[_Place], hold: ExitStack) -> None:
-        """Weights to the hosts of `places`: all, or those that they do not take from training's storage."""
+    def _push(self, places: Sequence[_Place], hold: ExitStack) -> int:
+        """Weights to the hosts of `places`: all, or those that they do not take from training's storage; bytes sent."""
+        sent = 0
         with hold, torch.no_grad():
             version, tensors = self.policy.weight_version, merged_tensors(self.policy.model)
             told = [place for place in places if place.sharing is not None]
             untold = [place for place in places if place.sharing is None]
-            self._pushed_bytes = 0
             if self.lent is not None:
                 self.lent.backing.synchronize()  # hosts see what the optimizer wrote
             if told:
                 left = frozenset[str]().union(*(place.sharing.pushed_sources for place in told if place.sharing))
-                self._load(told, [item for item in tensors if item.name in left])
+                sent += self._load(told, [item for item in tensors if item.name in left])
             if untold:
-                self._load(untold, tensors)
+                sent += self._load(untold, tensors)
                 self._share(untold)
         for place in places:
             place.version = version
+        return sent
 
-    def _load(self, places: Sequence[_Place], tensors: Sequence[StoredTensor]) -> None:
+    def _load(self, places: Sequence[_Place], tensors: Sequence[StoredTensor]) -> int:
+        """`tensors` to all of `places`; bytes sent."""
         buckets = list(in_buckets(tensors, self.bucket_limit))
         _on_all(places, "begin_load")
         memory = None
@@ -263,7 +265,7 @@ class HostedEngine:
             bucket: WeightBucket = DirectBucket(tuple(stored)) if memory is None else fill(memory, stored)
             _on_all(places, "load", bucket)
         _on_all(places, "end_load")
-        self._pushed_bytes += len(places) * sum(item.num_bytes for item in tensors)
+        return len(places) * sum(item.num_bytes for item in tensors)
 
     def _share(self, places: Sequence[_Place]) -> None:
         """Let hosts that just got all weights take from training's storage what they can."""
@@ -291,6 +293,8 @@ class HostedEngine:
         place.states.release_weights()  # the new host's weights are not valid before a push
         place.states.wake_weights()
         place.host = self.start(place.number)
+        if self._closed:  # by another thread, which may not have seen this host
+            raise HostDied(place.host.name, "was started again while all were closed")
         place.host.wait_ready()
         self.restarts += 1
 
