@@ -207,7 +207,7 @@ def _drive(
             check(fixed, fixed.forward(tokens), lean.forward(tokens))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 999), rows=st.integers(1, 12), width=st.integers(1, 5), suffix=st.integers(1, 70))
 def test_any_order_of_joins_and_ends(made: Rig, seed: int, rows: int, width: int, suffix: int) -> None:
     def check(_: FixedRows, found: torch.Tensor, wanted: torch.Tensor) -> None:
