@@ -203,6 +203,21 @@ def test_a_publish_that_failed_is_raised_at_the_next_use_and_leaves_no_mixed_wei
     assert shared.sample() == shared.here()
 
 
+def test_a_parameter_that_left_the_shared_memory_is_refused_by_name(tmp_path):
+    """Hosts would go on with what it was: nothing of it is sent."""
+    made = _Shared(tmp_path)
+    made.sample()
+    norm = made.policy.adapter.final_norm.weight
+    norm.data = norm.data.clone()
+    made.train()
+    with pytest.raises(StateError, match=r"language_model\.norm\.weight is no longer in the memory .* build engines"):
+        made.sample()
+    LentWeights(made.rig.loaded.model)  # as a second engine on this policy would: now none is where hosts look
+    with pytest.raises(StateError, match=r"is no longer in the memory .* a second engine on the same policy"):
+        made.sample()
+    made.engine.close()
+
+
 def test_a_publish_that_hangs_names_its_host_and_closing_does_not_wait(tmp_path):
     made = _Shared(tmp_path, timeout_s=15.0)
     made.sample()

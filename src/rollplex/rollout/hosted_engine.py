@@ -243,7 +243,7 @@ class HostedEngine:
             told = [place for place in places if place.sharing is not None]
             untold = [place for place in places if place.sharing is None]
             if self.lent is not None:
-                self.lent.backing.synchronize()  # hosts see what the optimizer wrote
+                self.lent.settle()  # hosts see what the optimizer wrote
             if told:
                 left = frozenset[str]().union(*(place.sharing.pushed_sources for place in told if place.sharing))
                 sent += self._load(told, [item for item in tensors if item.name in left])

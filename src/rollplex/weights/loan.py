@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rollplex.errors import StateError
 from rollplex.models.fused import mark_backed
 from rollplex.models.save import plain_parameters
 from rollplex.models.shard_plan import shard_plan
@@ -54,7 +55,7 @@ class MappedLoan:
 class LentWeights:
     """Moves the parameters of `model`, which must be whole, into a backing; its tensors keep their identity.
 
-    From then on the parameters must stay where they are (models/fused.py: `mark_backed`). Tensors that an engine cannot
+    From then on the parameters must stay where they are (models/fused.py: `mark_backed`; `settle` checks it). Tensors that an engine cannot
     have in place stay where they were: `terms.withheld` names them. Raises ModelError for a model of another family.
     """
 
@@ -65,6 +66,7 @@ class LentWeights:
         dtype, device = first.dtype, first.device
         self.backing = Backing.create(plan, 0, dtype, device)
         views, withheld = self.backing.tensors(Side.TRAIN), dict[str, str]()
+        self._places = list[tuple[str, torch.Tensor, int]]()  # of what is lent: name, parameter, address
         with torch.no_grad(), self.backing.version.writing("the move of training's weights", replaces_all=True):
             for name, parameter, adapted in parameters:
                 if adapted:
@@ -77,9 +79,23 @@ class LentWeights:
                     view = views[name][: parameter.shape[0]]  # without the padding of a vocabulary
                     parameter.data = view.copy_(parameter)
                     mark_backed(parameter)
+                    self._places.append((name, parameter, view.data_ptr()))
             self.backing.synchronize()
         layout = self.backing.layout
         self.terms = LoanTerms(layout, str(dtype).removeprefix("torch."), str(device), withheld)
+
+    def settle(self) -> None:
+        """Wait until what was written to the parameters is there for engines to see.
+
+        Raises StateError when one has left the memory that engines read: they would go on with its older values.
+        """
+        for name, parameter, address in self._places:
+            if parameter.data_ptr() != address:
+                raise StateError(
+                    f"{name} is no longer in the memory that engines read it from: something gave it another (model.to, "
+                    "load_state_dict with assign=True, a second engine on the same policy); build engines after that"
+                )
+        self.backing.synchronize()
 
     def loan(self, *, direct: bool) -> Loan:
         """direct: for an engine whose workers are in this process."""
