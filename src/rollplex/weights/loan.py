@@ -55,8 +55,9 @@ class MappedLoan:
 class LentWeights:
     """Moves the parameters of `model`, which must be whole, into a backing; its tensors keep their identity.
 
-    From then on the parameters must stay where they are (models/fused.py: `mark_backed`; `settle` checks it). Tensors that an engine cannot
-    have in place stay where they were: `terms.withheld` names them. Raises ModelError for a model of another family.
+    From then on the parameters must stay where they are (models/fused.py: `mark_backed`); `settle` checks it. Tensors
+    that an engine cannot have in place stay where they were: `terms.withheld` names them. Raises ModelError for a model
+    of another family.
     """
 
     def __init__(self, model: Any):
@@ -92,8 +93,9 @@ class LentWeights:
         for name, parameter, address in self._places:
             if parameter.data_ptr() != address:
                 raise StateError(
-                    f"{name} is no longer in the memory that engines read it from: something gave it another (model.to, "
-                    "load_state_dict with assign=True, a second engine on the same policy); build engines after that"
+                    f"{name} is no longer in the memory that engines read it from: something gave it another "
+                    "(model.to, load_state_dict with assign=True, a second engine on the same policy); build engines "
+                    "after that"
                 )
         self.backing.synchronize()
 
