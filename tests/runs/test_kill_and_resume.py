@@ -33,9 +33,7 @@ def _config(output_dir: Path, resume: str | None):
             "rewards": {"reward_funcs": [f"{__file__}:length_reward"]},
             "train": {"max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2},
             "warm_start": {"steps": 2, "batch_size": 4},
-            # Killed inside windows too. Decoding has as many threads whatever runs beside it: MKL's products of a few
-            # rows do not have the same bits on one and on two.
-            "schedule": {"name": "rollplex", "overlap": "on", "unit_tokens": 64, "decode_threads": 1},
+            "schedule": {"name": "rollplex", "overlap": "on", "unit_tokens": 64},  # killed inside windows too
         }
     )  # fmt: skip
 

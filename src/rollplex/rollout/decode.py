@@ -18,6 +18,7 @@ from rollplex.models.fused import FusedLayer, fuse_layer
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack
 from rollplex.rollout.decode_buckets import table, widest
+from rollplex.rollout.steady import missing_rows
 from rollplex.rollout.two_level import Grid, Places, attend, bias_where
 
 # Suffix caches grow by this many tokens at a time, so that short responses do not pay for max_completion_length.
@@ -44,7 +45,10 @@ class DecodeModel:
 
     def logits(self, hidden_BC: torch.Tensor) -> torch.Tensor:
         """(B, V) logits of hidden states before the final norm."""
-        logits_BV = F.linear(_rms(hidden_BC, self.adapter.final_norm), self.adapter.lm_head.weight)
+        rows = hidden_BC.shape[0]
+        if missing := missing_rows(rows, hidden_BC):
+            hidden_BC = F.pad(hidden_BC, (0, 0, 0, missing))
+        logits_BV = F.linear(_rms(hidden_BC, self.adapter.final_norm), self.adapter.lm_head.weight)[:rows]
         return self.adapter.vocab_part.whole(logits_BV, self.shape.vocab_size)
 
     def ensure_positions(self, count: int) -> None:
@@ -67,7 +71,10 @@ class DecodeModel:
 
     def next_logits(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, caches: Caches) -> torch.Tensor:
         """(B, V) logits behind these tokens at these positions; nothing here waits for the device."""
-        shape = self.shape
+        shape, rows = self.shape, tokens_B.shape[0]
+        missing = missing_rows(rows, self.cos_MD)  # added to all products; attention goes without
+        if missing:
+            tokens_B, positions_B = (F.pad(x_B, (0, missing)) for x_B in (tokens_B, positions_B))
         x_BC = self.adapter.embed(tokens_B)
         cos_B1D = self.cos_MD.index_select(0, positions_B).unsqueeze(1)
         sin_B1D = self.sin_MD.index_select(0, positions_B).unsqueeze(1)
@@ -75,10 +82,12 @@ class DecodeModel:
             qk_BJD, v_BKD = self._projections(layer, fused, _rms(x_BC, layer.input_layernorm))
             qk_BJD = torch.addcmul(qk_BJD * cos_B1D, torch.roll(qk_BJD, shape.head_dim // 2, -1), sin_B1D)
             q_BHD, k_BKD = qk_BJD[:, : shape.num_heads], qk_BJD[:, shape.num_heads :]
-            mixed_BC = caches.attend(number, q_BHD, k_BKD, v_BKD)
+            mixed_BC = caches.attend(number, q_BHD[:rows], k_BKD[:rows], v_BKD[:rows])
+            if missing:
+                mixed_BC = F.pad(mixed_BC, (0, 0, 0, missing))
             x_BC = self._add_linear(x_BC, mixed_BC, layer.self_attn.o_proj)
             x_BC = self._add_mlp(x_BC, layer, fused)
-        return self.logits(x_BC)
+        return self.logits(x_BC)[:rows]
 
     def _projections(self, layer: Any, fused: FusedLayer, h_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k side by side (B, H + K, D), after q/k norm, and v (B, K, D)."""

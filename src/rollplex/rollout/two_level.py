@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rollplex.rollout.steady import product
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -47,22 +49,22 @@ def attend(q_BHD: torch.Tensor, prompt: Places, suffix: Places, grid: Grid) -> t
     cells = q_BKED if grid.rows_GN is None else q_BKED.index_select(0, grid.rows_GN)
     by_group = (groups, width, num_kv, repeat)
     q_GKSD = cells.view(*by_group, head_dim).transpose(1, 2).reshape(groups, num_kv, width * repeat, head_dim)
-    to_prompt = torch.matmul(q_GKSD, prompt.keys)
+    to_prompt = product(q_GKSD, prompt.keys)
     if prompt.bias is not None:
         to_prompt += prompt.bias
     prompt_tokens = to_prompt.shape[-1]
     to_prompt = _to_rows(to_prompt, grid, repeat)
-    to_suffix = torch.matmul(q_BKED, suffix.keys.transpose(2, 3))
+    to_suffix = product(q_BKED, suffix.keys.transpose(2, 3))
     if suffix.bias is not None:
         to_suffix += suffix.bias
     weights = _softmax(torch.cat((to_prompt, to_suffix), dim=-1))
-    mixed = torch.matmul(weights[..., prompt_tokens:], suffix.values)
+    mixed = product(weights[..., prompt_tokens:], suffix.values)
     over_prompt = weights[..., :prompt_tokens]
     if grid.rows_GN is not None:
         over_prompt = over_prompt.index_select(0, grid.rows_GN)
     over_prompt = over_prompt.view(*by_group, prompt_tokens).transpose(1, 2)
     over_prompt = over_prompt.reshape(groups, num_kv, width * repeat, prompt_tokens)
-    mixed = mixed + _to_rows(torch.matmul(over_prompt, prompt.values), grid, repeat)
+    mixed = mixed + _to_rows(product(over_prompt, prompt.values), grid, repeat)
     return mixed.view(rows, -1)
 
 
