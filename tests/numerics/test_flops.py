@@ -159,7 +159,7 @@ def test_full_sequences(rig: Rig, mix: str, lengths: tuple[int, ...]) -> None:
 
 def test_decode_step(rig: Rig) -> None:
     specs = rig.specs(("image", "image"))
-    model, rows_each, earlier = DecodeModel(rig.policy), 3, 5
+    model, rows_each, earlier = DecodeModel(rig.policy), 4, 5  # 8 rows, to which none are added (rollout/steady.py)
     with torch.no_grad():
         pack = compute_prefix(rig.policy, specs, "none")
         prompts, suffix = PromptCache(model), SuffixCache(model, 16)

@@ -21,6 +21,14 @@ ENDS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 SENT = "ROLLPLEX_TEST_SENT"  # the reward's file is loaded as a module of its own: no variable is shared with it
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard():
+    """A shell's background job ignores SIGINT, and so does everything that it starts, these tests included."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def length_reward(completion_ids, **_):
     """Differs between responses, so that every step moves the weights."""
     return [float(sum(ids) % 7) for ids in completion_ids]
