@@ -20,6 +20,7 @@ from rollplex.models.load import LoadedModel
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import Activations
 from rollplex.models.prompts import PromptBuilder
+from rollplex.rollout.engine import RolloutEngine
 from rollplex.train.advantage import compute_advantages
 from rollplex.train.optimizer import OptimizerStep, PolicyOptimizer
 from rollplex.train.prefix_book import PrefixBook
@@ -118,6 +119,19 @@ def rig(loaded: LoadedModel) -> Rig:
     area = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
     builder = PromptBuilder(loaded.processor, config, DataConfig(min_pixels=2 * area, max_pixels=16 * area))
     return Rig(loaded, Policy(loaded.model), builder)
+
+
+def sampled_tokens(engine: RolloutEngine, specs: Sequence[PromptSpec] = ()) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(rollout id, response index) -> tokens of all that `engine` has to sample, `specs` admitted in order before."""
+    for number, spec in enumerate(specs):
+        engine.admit(number, spec)
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    while engine.busy:
+        for finished in engine.step():
+            key = finished.rollout_id, finished.response.index
+            assert key not in found
+            found[key] = finished.response.token_ids
+    return found
 
 
 def ragged_lengths(count: int, seed: int, longest: int = 9) -> list[int]:

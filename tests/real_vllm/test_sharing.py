@@ -142,6 +142,15 @@ def test_a_server_that_was_killed_shares_again(server: VllmRig, caplog: pytest.L
     assert _changed_last_norm(server) < EXACT
 
 
+def _two_steps(rig: VllmRig) -> None:
+    """What vLLM samples in each has our log-probs."""
+    updater = rig.trainer()
+    for step in range(2):
+        sampled = rig.sample()
+        assert rig.gap(sampled) < EXACT, f"step {step}"
+        rig.train_on(updater, sampled)
+
+
 def test_a_tied_head_is_packed_anew() -> None:
     """vLLM's reload loads it through the embedding and would leave the head's copy as it was: off by 4 and more."""
     sizes = vllm_rig.SIZES
@@ -149,11 +158,7 @@ def test_a_tied_head_is_packed_anew() -> None:
         patch.setattr(vllm_rig, "SIZES", {**sizes, "tie_word_embeddings": True})
         rig = VllmRig(FAMILY)
         try:
-            updater = rig.trainer()
-            for step in range(2):
-                sampled = rig.sample()
-                assert rig.gap(sampled) < EXACT, f"step {step}"
-                rig.train_on(updater, sampled)
+            _two_steps(rig)
             ways = {v.layer.name.rpartition(".")[2]: v.way for v in _sharing(rig).ranks[0]}
             assert (ways["embed_tokens"], ways["lm_head"]) == (Way.ALIASED, Way.PACKED)
         finally:
@@ -170,11 +175,7 @@ def test_a_tied_head_is_packed_anew() -> None:
 def test_layers_with_adapters_are_pushed_and_say_so() -> None:
     rig = VllmRig(FAMILY, lora=LoraConfig(r=4, target_modules=("q_proj", "visual.qkv")))
     try:
-        updater = rig.trainer()
-        for step in range(2):
-            sampled = rig.sample()
-            assert rig.gap(sampled) < EXACT, f"step {step}"
-            rig.train_on(updater, sampled)
+        _two_steps(rig)
         sharing = _sharing(rig)
         assert list(sharing.reasons) == ["its adapter is merged into it on the way (model.lora)"]
         pushed = {v.layer.name.rpartition(".")[2] for v in sharing.ranks[0] if v.way is Way.PUSHED}

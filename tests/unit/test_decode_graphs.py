@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from numerics.cases import Rig, config_of, groups_of, product_update, tiny_rig
+from numerics.cases import Rig, config_of, groups_of, product_update, sampled_tokens, tiny_rig
 from rollplex.config import Config, LoraConfig
 from rollplex.errors import ConfigError, EngineError, StateError
 from rollplex.models.lora import add_lora
@@ -29,13 +29,7 @@ def made() -> Rig:
 
 def _tokens(made: Rig, graphs: DecodeGraphs | None) -> dict[tuple[int, int], tuple[int, ...]]:
     engine = LocalEngine(made.policy, PARAMS, max_rows=8, graphs=graphs)
-    for number, spec in enumerate(made.specs(NAMES)):
-        engine.admit(number, spec)
-    found = {}
-    while engine.busy:
-        for finished in engine.step():
-            found[finished.rollout_id, finished.response.index] = finished.response.token_ids
-    return found
+    return sampled_tokens(engine, made.specs(NAMES))
 
 
 def test_auto_is_off_on_a_cpu_and_on_is_on(made: Rig) -> None:

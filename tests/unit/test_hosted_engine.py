@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from local_host import LocalHost
-from numerics.cases import config_of, tiny_rig
+from numerics.cases import config_of, sampled_tokens, tiny_rig
 from rollplex.errors import ConfigError, DeadlineError, EngineError, PeerError, StateError
 from rollplex.models.save import merged_tensors, save_pretrained
 from rollplex.rollout.engine import SamplingParams
@@ -84,26 +84,10 @@ class _Hosted:
         raise AssertionError("no process has stopped")
 
     def sample(self, rollout=None):
-        rollout = rollout or self.engine.open(PARAMS)
-        for number, spec in enumerate(self.specs):
-            rollout.admit(number, spec)
-        return self.finish(rollout)
-
-    def finish(self, rollout):
-        found = {}
-        while rollout.busy:
-            for item in rollout.step():
-                assert (item.rollout_id, item.response.index) not in found
-                found[item.rollout_id, item.response.index] = item.response.token_ids
-        return found
+        return sampled_tokens(rollout or self.engine.open(PARAMS), self.specs)
 
     def here(self):
-        return self.finish_local(LocalEngine(self.policy, PARAMS, max_rows=64))
-
-    def finish_local(self, engine):
-        for number, spec in enumerate(self.specs):
-            engine.admit(number, spec)
-        return self.finish(engine)
+        return sampled_tokens(LocalEngine(self.policy, PARAMS, max_rows=64), self.specs)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +112,7 @@ def test_a_killed_process_is_named_and_what_it_owed_is_sampled_again(hosted, cap
     name, owed = place.host.name, sorted({rollout_id for rollout_id, _ in place.owed})
     assert owed in ([0, 2], [1])  # the host that owed least got the next prompt
     with caplog.at_level(logging.WARNING, "rollplex.rollout"):
-        assert hosted.finish(rollout) == hosted.here()
+        assert sampled_tokens(rollout) == hosted.here()
     assert f"{name} was ended by SIGKILL; started again" in caplog.text
     assert f"{3 * len(owed)} responses of rollouts {owed} are sampled again" in caplog.text
 
@@ -174,7 +158,7 @@ def test_sleep_and_wake(hosted):
     rollout.admit(0, hosted.specs[0])
     with pytest.raises(StateError, match="kv cannot become released while .* generate"):
         hosted.engine.sleep()
-    hosted.finish(rollout)
+    sampled_tokens(rollout)
     hosted.engine.sleep()
     with pytest.raises(StateError):
         rollout.admit(1, hosted.specs[1])
@@ -189,7 +173,7 @@ def test_a_prompt_or_push_too_many_is_refused_while_sampling(hosted):
     hosted.policy.bump()
     with pytest.raises(StateError, match="open a new rollout"):
         rollout.admit(1, hosted.specs[1])
-    hosted.finish(rollout)
+    sampled_tokens(rollout)
 
 
 def test_what_a_dead_process_owed_is_not_sampled_from_newer_weights(hosted):
@@ -197,9 +181,9 @@ def test_what_a_dead_process_owed_is_not_sampled_from_newer_weights(hosted):
     hosted.policy.bump()
     place.host.process.kill()
     with pytest.raises(StateError, match="by now, so what it owed cannot be sampled again"):
-        hosted.finish(rollout)
+        sampled_tokens(rollout)
     hosted.policy.weight_version -= 1
-    hosted.finish(rollout)
+    sampled_tokens(rollout)
 
 
 def test_a_hung_process_ends_the_wait_by_name(hosted):
@@ -209,11 +193,11 @@ def test_a_hung_process_ends_the_wait_by_name(hosted):
     try:
         message = rf"process {process.pid}\) gave no sign of life .* 3 responses of rollouts \[2\].*timeout_s"
         with pytest.raises(DeadlineError, match=message):
-            hosted.finish(rollout)
+            sampled_tokens(rollout)
     finally:
         hosted.engine.timeout_s = PATIENCE_S
         process.send_signal(signal.SIGCONT)
-    hosted.finish(rollout)
+    sampled_tokens(rollout)
 
 
 def test_a_process_that_dies_again_and_again_ends_the_run(hosted):
@@ -221,7 +205,7 @@ def test_a_process_that_dies_again_and_again_ends_the_run(hosted):
     rollout.restarts_left = 0
     place.host.process.kill()
     with pytest.raises(PeerError, match=f"was ended by SIGKILL; it was end {MAX_RESTARTS + 1} in one rollout"):
-        hosted.finish(rollout)
+        sampled_tokens(rollout)
 
 
 def test_an_error_of_the_process_arrives_here(tmp_path):

@@ -16,6 +16,7 @@ from numerics.cases import (
     oracle_group,
     product_update,
     rig,
+    sampled_tokens,
     tiny_rig,
 )
 from rollplex.config import LoraConfig
@@ -312,12 +313,7 @@ def test_an_engine_can_be_used_again():
         while engine.busy:
             engine.step()
         made.policy.bump()
-        found = {}
-        for number, spec in enumerate(specs):
-            engine.admit(number, spec)
-        while engine.busy:
-            for finished in engine.step():
-                found[finished.rollout_id, finished.response.index] = finished.response.token_ids
+        found = sampled_tokens(engine, specs)
     assert found == {key: r.token_ids for key, r in wanted.items()}
 
 

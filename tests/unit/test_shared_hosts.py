@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from numerics.cases import tiny_rig
+from numerics.cases import sampled_tokens, tiny_rig
 from rollplex.errors import DeadlineError, EngineError, StateError
 from rollplex.models.save import save_pretrained
 from rollplex.rollout.engine import SamplingParams
@@ -52,10 +52,10 @@ class _Shared:
         )  # fmt: skip
 
     def sample(self):
-        return self._finish(self.engine.open(PARAMS))
+        return sampled_tokens(self.engine.open(PARAMS), self.specs)
 
     def here(self):
-        return self._finish(LocalEngine(self.policy, PARAMS, max_rows=64))
+        return sampled_tokens(LocalEngine(self.policy, PARAMS, max_rows=64), self.specs)
 
     def train(self, factor: float = 1.02):
         """All weights change in place, as an optimizer changes them."""
@@ -66,15 +66,6 @@ class _Shared:
 
     def order(self, name: str):
         (self.folder / name).touch()
-
-    def _finish(self, rollout):
-        for number, spec in enumerate(self.specs):
-            rollout.admit(number, spec)
-        found = {}
-        while rollout.busy:
-            for item in rollout.step():
-                found[item.rollout_id, item.response.index] = item.response.token_ids
-        return found
 
 
 @pytest.fixture(scope="module")

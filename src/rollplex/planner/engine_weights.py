@@ -16,7 +16,17 @@ from rollplex.models.shard_plan import Kind, shard_plan
 from rollplex.planner.memory import refuse_experts
 from rollplex.weights.conventions import Layout, piece
 from rollplex.weights.layout import Placement, plan_sharing
-from rollplex.weights.lending import WHOLE, EngineLayer, EngineSharing, EngineTensor, LoanTerms, Way, decide
+from rollplex.weights.lending import (
+    ADAPTED,
+    CAPTURED,
+    WHOLE,
+    EngineLayer,
+    EngineSharing,
+    EngineTensor,
+    LoanTerms,
+    Way,
+    decide,
+)
 
 _LOOKED_UP = ("embed_tokens", "pos_embed")  # tables: nothing multiplies by them
 
@@ -69,9 +79,7 @@ def _layers(
 ) -> Iterator[EngineLayer]:
     """vLLM's layers on its first rank."""
     dtype = config.rollout.vllm.engine_dtype or config.model.dtype
-    fixed = ""
-    if device == "cuda" and not config.rollout.vllm.enforce_eager:
-        fixed = "captured CUDA graphs hold its address (rollout.vllm.enforce_eager)"
+    fixed = CAPTURED if device == "cuda" and not config.rollout.vllm.enforce_eager else ""
     for name, group in groupby(placements, lambda placement: placement.unit.name.rpartition(".")[0]):
         parts = list(group)
         matrix = any(len(part.unit.members[0].shape) == 2 for part in parts)
@@ -108,5 +116,5 @@ def _adapted(model: ModelConfig, names: list[str]) -> dict[str, str]:
         inside, _, leaf = target.rpartition(".")
         for name in names:
             if name.endswith(f".{leaf}.weight") and (".visual." in name) == (inside == "visual"):
-                found[name] = "its adapter is merged into it on the way (model.lora)"
+                found[name] = ADAPTED
     return found

@@ -115,7 +115,7 @@ def needs(shape: StepShape, counts: ModelCounts, hardware: Hardware, plan: Arran
             Need("training pool", tuple(map(_own_copy, training)), timeline),
             Need("rollout pool", tuple(map(_own_copy, records.of_rollout(SERIAL))), SERIAL),
         )
-    timeline = TIMELINES.get(plan.schedule, SERIAL)
+    timeline = TIMELINES[plan.schedule] if plan.scoring is None else SERIAL
     rollout = [record for record in records.of_rollout(timeline) if record.name != _ROLLOUT_WEIGHTS]
     held = (*records.of_training(timeline), *rollout)
     if plan.scoring is None:

@@ -15,7 +15,7 @@ import torch
 
 from rollplex.rollout.hosting import WeightBucket
 from rollplex.weights.layout import Store
-from rollplex.weights.lending import EngineLayer, EngineTensor, Verdict, Way
+from rollplex.weights.lending import CAPTURED, EngineLayer, EngineTensor, Verdict, Way
 from rollplex.weights.loan import Loan
 from rollplex.weights.share import Backing
 
@@ -173,7 +173,7 @@ class WorkerHooks:
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if mode is None or mode.name == "NONE":
             return ""
-        return "captured CUDA graphs hold its address (rollout.vllm.enforce_eager)"
+        return CAPTURED
 
     def _views(self, verdict: Verdict) -> dict[str, torch.Tensor]:
         store = self._rollplex_backing.stores

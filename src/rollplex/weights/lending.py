@@ -26,6 +26,9 @@ from rollplex.weights.views import Blocks, View, find, view_of
 
 # How training lays out what it lends: whole, each matrix apart, in rows of the blocks that vLLM multiplies at once.
 WHOLE = SharingConfig(train_tp=1, rollout_tp=1, train_layout="hf", rollout_layout="vllm")
+# Reasons that a run finds in its model and engine, and `rollplex plan` in its options.
+ADAPTED = "its adapter is merged into it on the way (model.lora)"
+CAPTURED = "captured CUDA graphs hold its address (rollout.vllm.enforce_eager)"
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -13,7 +13,7 @@ from rollplex.models.save import plain_parameters
 from rollplex.models.shard_plan import shard_plan
 from rollplex.weights.bind import shape_of_model
 from rollplex.weights.layout import plan_sharing
-from rollplex.weights.lending import WHOLE, LoanTerms
+from rollplex.weights.lending import ADAPTED, WHOLE, LoanTerms
 from rollplex.weights.share import Backing, BackingHandle, Side
 
 
@@ -71,7 +71,7 @@ class LentWeights:
         with torch.no_grad(), self.backing.version.writing("the move of training's weights", replaces_all=True):
             for name, parameter, adapted in parameters:
                 if adapted:
-                    withheld[name] = "its adapter is merged into it on the way (model.lora)"
+                    withheld[name] = ADAPTED
                 elif name not in views:
                     withheld[name] = "the shard plan of the family does not know it"
                 elif parameter.dtype != dtype:
