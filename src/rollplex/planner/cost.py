@@ -57,7 +57,8 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class TokenSeconds:
-    """Seconds of tokens on their own: attention and cache reads overlapping, or one after the other."""
+    """Seconds of tokens on their own: attention and cache reads overlapping and experts read by others anyway, or one
+    after the other and each token's experts for it alone."""
 
     overlapped: float
     apart: float
@@ -105,7 +106,8 @@ class Side:
         return (roofline(work, self._decoding) + network).scaled(self.plan.pipeline) + host
 
     def decode_work(self, rows: Rows) -> TokenSeconds:
-        """What the tokens of `rows` take of an engine on their own, weights, launches and collectives left aside."""
+        """What the tokens of `rows` take of an engine on their own; weights of all rows, launches and latencies left
+        aside."""
         work = self._text(self.counts.decode_step(rows.rows, rows.pairs, rows.cached_tokens))
         hardware = self._decoding
         products = work.matmul_flops / hardware.matmul_rate
@@ -115,8 +117,10 @@ class Side:
         )
         rest = work.stream_bytes / hardware.byte_rate + sent
         factor = self.plan.pipeline
+        # Rows that go to the same experts read them together; at worst no two do.
+        experts = rows.rows * self.counts.token_expert_bytes * self._weight_share / hardware.byte_rate
         return TokenSeconds(
-            (products + max(attention, cache) + rest) * factor, (products + attention + cache + rest) * factor
+            (products + max(attention, cache) + rest) * factor, (products + attention + cache + rest + experts) * factor
         )
 
     @cached_property
