@@ -42,7 +42,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 TAIL_SHARE, TAIL_FACTOR = 0.1, 8
 UNIT_TOKENS = 256  # a prompt each at every setting: what is hidden can then be cut finely
 TWO_CORES = {"unit_tokens": UNIT_TOKENS, "decode_threads": 1}  # the window gets the other
-ONE_CORE_STEPS = 6  # of the arm that tells how much longer a pass takes on one core
+HIDING = ("serial", "rollplex", "stream")
+FEW_STEPS = 6  # of all other arms: they are compared with serial, or tell how much longer a pass takes on one core
 SHARE = ("share", "low", "high")
 RESAMPLES, INTERVAL = 10_000, (5, 95)  # of the bootstrap, percent
 STREAMED = ("ref_response", "actor_response", "prefix_backward")
@@ -233,9 +234,9 @@ def measure(folder: Path, name: str, beta: float, arguments: argparse.Namespace)
     one_core = Arm("one core", config_of(folder, setting, beta, two_cores["serial"], 1), tailed=tailed)
     torch.set_num_threads(2)
     try:
-        first = min(arguments.steps, ONE_CORE_STEPS)
-        take_turns([*arms, one_core], arguments.warmup, first)
-        take_turns(arms, 0, arguments.steps - first)
+        few = min(arguments.steps, FEW_STEPS)
+        take_turns([*arms, one_core], arguments.warmup, few)
+        take_turns([arm for arm in arms if arm.name in HIDING], 0, arguments.steps - few)
         by_name = {arm.name: arm for arm in arms}
         return _row(name, beta, by_name, one_core)
     finally:
@@ -245,14 +246,15 @@ def measure(folder: Path, name: str, beta: float, arguments: argparse.Namespace)
 
 def _row(name: str, beta: float, arms: Mapping[str, Arm], one_core: Arm) -> dict[str, Any]:
     serial = arms["serial"]
-    slow = slowness(serial, one_core)
+    slow, few = slowness(serial, one_core), len(one_core.steps)
     row: dict[str, Any] = {
         "setting": name,
         "beta": beta,
-        "step_s": {arm: arms[arm].seconds for arm in arms},
+        "step_s": {
+            arm: median(step.seconds for step in arms[arm].steps[:few]) for arm in arms
+        },  # the same steps of all
         "serial_phases_s": phase_seconds(serial.steps) | {"decode": median(step.decode_s for step in serial.steps)},
         "one_core_over_two": slow,
-        "share_gain": arms["whole"].seconds / serial.seconds if "whole" in arms else None,
     }
     for arm in ("rollplex", "stream"):
         if arm not in arms:
