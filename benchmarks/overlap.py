@@ -43,7 +43,7 @@ TAIL_SHARE, TAIL_FACTOR = 0.1, 8
 UNIT_TOKENS = 256  # a prompt each at every setting: what is hidden can then be cut finely
 TWO_CORES = {"unit_tokens": UNIT_TOKENS, "decode_threads": 1}  # the window gets the other
 HIDING = ("serial", "rollplex", "stream")
-FEW_STEPS = 6  # of all other arms: they are compared with serial, or tell how much longer a pass takes on one core
+FEW_STEPS = 4  # of all other arms: they are compared with serial, or tell how much longer a pass takes on one core
 SHARE = ("share", "low", "high")
 RESAMPLES, INTERVAL = 10_000, (5, 95)  # of the bootstrap, percent
 STREAMED = ("ref_response", "actor_response", "prefix_backward")
@@ -75,8 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="+", default=["S1", "S3", "S4", "S4-tail"])
     parser.add_argument("--betas", nargs="+", type=float, default=[0.0, 0.04])
-    parser.add_argument("--steps", type=int, default=24, help="measured steps of each arm (default 24)")
-    parser.add_argument("--warmup", type=int, default=2, help="unmeasured steps of each arm (default 2)")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of each arm (default 20)")
+    parser.add_argument("--warmup", type=int, default=1, help="unmeasured steps of each arm (default 1)")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--auto", action="store_true", help="compare overlap off and auto instead, all cores for all")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
