@@ -8,7 +8,6 @@ import pytest
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.planner.bounds import stages
 from rollplex.planner.hardware import hardware
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.search import on_devices
@@ -87,7 +86,7 @@ def test_places_that_a_recipe_limits_are_those_of_the_stages() -> None:
     plan = Arrangement("serial", Parallel(4), Parallel(4))
     for rows in (4, 256):
         workload = _workload(4, f"rollout.max_decode_rows={rows}")
-        generation = stages(workload.cost(plan))[0]
+        generation = workload.stages(plan)[0]
         equal = Workload(workload.config, Assumptions(H800.hardware, response_tokens=100, spread=0.0))
         run = equal.on(plan).simulate(1).steps[0]
         assert generation.estimate_s == pytest.approx(run.decoded_s - run.start_s, rel=0.01)

@@ -11,7 +11,8 @@ as the cost model divides that phase (cost.Seconds), and these parts are the cau
     decode tail  decoding while fewer than half as many groups decode as ever did, whatever it is spent on
     memory       copies and rebuilding that the memory plan exposes
     waiting      nothing runs: the slowest block is waited for
-Parts of phases and causes both add up to the step.
+Parts of phases and causes both add up to the step. A decode step is divided as one that reads the prompt of a group
+once.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollplex.config import Config
-from rollplex.planner.bounds import Stage, stages
+from rollplex.planner.bounds import Stage
 from rollplex.planner.breakdown import Breakdown, breakdown
 from rollplex.planner.fit import Fit
 from rollplex.planner.hardware import hardware_facts
@@ -78,7 +78,7 @@ def _plan_facts(config: Config, found: Search, ranked: Ranked) -> dict[str, Any]
         "simulated_s": ranked.simulated_s,
         "moves_s": ranked.moves_s,
         "bound_s": ranked.bound_s,
-        "stages": [_stage_facts(stage) for stage in stages(found.workload.cost(plan))],
+        "stages": [_stage_facts(stage) for stage in found.workload.stages(plan)],
         "limit": where.limit,
         "causes": dict(where.causes),
         "phases": dict(where.phases),

@@ -13,6 +13,7 @@ from math import ceil, isfinite
 from rollplex.config import Config
 from rollplex.errors import ConfigError
 from rollplex.memory.step_shape import StepShape
+from rollplex.planner.bounds import Stage, stages
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.decoding import Rows
 from rollplex.planner.engine import StepTable
@@ -250,13 +251,16 @@ class Workload:
             Side(self.counts, self.assumed.hardware, plan.rollout),
             algorithm,
             (self.typical,) * self.shape.prompts,
-            shared_prompts=self.shared_prompts,
             max_rows=self.config.rollout.max_decode_rows,
             publish_bytes=published,
             publish_within_node=plan.publish_span <= self.assumed.hardware.devices_per_node,
             shard_optimizer=self.shape.shard_optimizer,
             scoring=None if plan.scoring is None else Side(self.counts, self.assumed.hardware, plan.scoring),
         )
+
+    def stages(self, plan: Arrangement) -> tuple[Stage, ...]:
+        """Each stage by itself, for groups of typical length, with the cache read as in the simulation."""
+        return stages(replace(self.cost(plan), shared_prompts=self.shared_prompts))
 
     def table(self, rollout: Side) -> StepTable:
         """Decode steps of one engine around the typical context; one table for all arrangements with that engine."""
