@@ -47,7 +47,7 @@ def late_failure(completion_ids: list[list[int]], trainer_state: Any, **_: Any) 
     return varied_reward(completion_ids)
 
 
-def _config(folder: Path, schedule: dict[str, Any], **sections: dict[str, Any]) -> Config:
+def _config(folder: Path, schedule: dict[str, Any], /, **sections: dict[str, Any]) -> Config:
     tree: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(folder), "num_threads": 2, "log_completions_steps": 0},
         "model": {"build": {}},
@@ -98,6 +98,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "resampled": {"algorithm": {"dynamic_sampling": "resample"}},
     "late rewards": {"algorithm": {"beta": 0.0}, "rewards": {"reward_funcs": [f"{__file__}:slow_reward"]}},
     "qwen3_vl": {"model": {"build": {"family": "qwen3_vl"}}},
+    "in chunks": {"schedule": {"chunk_tokens": 33}},
+    "in chunks, qwen3_vl, recomputed": {
+        "model": {"build": {"family": "qwen3_vl"}},
+        "schedule": {"chunk_tokens": 32},
+        "train": {"prefix_activations": "recompute"},
+    },
 }
 
 
@@ -119,6 +125,17 @@ def test_rollplex_has_the_bits_of_serial(variant: str, tmp_path: Path) -> None:
     moved = variant not in {"no reference", "whole sequences", "resampled", "late rewards"}
     assert [bool(step) for step in beside] == [moved] * STEPS
     assert all(m["overlap/hidden_s"] == 0 for m in before)
+
+
+def test_a_chunk_that_exceeds_every_pass_has_the_bits_of_whole_passes(tmp_path: Path) -> None:
+    """And smaller ones are really cut: their sums have another order."""
+    weights = {
+        chunk_tokens: _weights_after(_config(tmp_path, {**OPEN, "name": "rollplex", "chunk_tokens": chunk_tokens}))[0]
+        for chunk_tokens in (None, 4096, 33)
+    }
+    whole = weights[None]
+    assert all(tensor.equal(weights[4096][name]) for name, tensor in whole.items())
+    assert not all(tensor.equal(weights[33][name]) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize(
