@@ -4,7 +4,8 @@ usage: python benchmarks/scale_study.py [CASE ...]      simulates the cases (all
        python benchmarks/scale_study.py --tables        prints the tables of docs/scale-study.md from that file
 
 One model, one kind of device, the same degrees for all schedules: what differs is the schedule. Pools are split where
-that schedule is fastest, looked for up to 512 GPUs and kept beyond. Everything is "simulated".
+that schedule is fastest, looked for up to 512 GPUs and kept beyond; under `hybrid` half of the devices have the
+reference. Everything is "simulated".
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollplex.planner.fit import Fit
 from rollplex.planner.hardware import hardware
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.search import GIB, Fitting, cap_of, on_devices, step_seconds
-from rollplex.planner.workload import COLOCATED, POOLS, Arrangement, Assumptions, Workload
+from rollplex.planner.workload import COLOCATED, HYBRID, POOLS, SIMULATED, Arrangement, Assumptions, Workload
 from rollplex.recipes.load import load_config
 from rollplex.recipes.packaged import packaged_recipe
 
@@ -34,8 +35,9 @@ ROLLOUT_TP = 4
 # Training's degrees, tensor x context: the first under which a case fits.
 TRAIN = ((8, 1), (8, 2), (8, 4))
 SPLITS = (2, 4, 6)  # eighths of the devices that sample: whole replicas of 8 on 32 devices
-# Not `hybrid`: its blocks would have other degrees than those of the rest, to divide the prompts.
-SCHEDULES = (*COLOCATED, *POOLS)
+# Nothing apart, or half of the devices for the reference: beside fewer, blocks do not divide the prompts.
+FIXED: dict[str, Sequence[int | None]] = {**dict.fromkeys(COLOCATED, (None,)), HYBRID: (4,)}
+SCHEDULES = SIMULATED
 MOST_SEARCHED = 512  # GPUs up to which the split is looked for
 
 
@@ -86,17 +88,20 @@ class Study:
         self.fitting = Fitting(self.workload, cap_of(self.workload.config, self.workload.assumed))
 
     def plans(self, schedule: str, eighths: Sequence[int]) -> Iterator[tuple[int | None, Arrangement]]:
-        """The arrangements of a schedule that divide, and the eighths that sample (None: all devices do)."""
+        """The arrangements of a schedule that divide, and the eighths apart from training (None: all devices train)."""
         for tensor, context in TRAIN:
             replica = tensor * context
-            if schedule in COLOCATED:
-                shares: list[tuple[int | None, int, int]] = [(None, self.gpus, self.gpus)]
-            else:
-                shares = [(e, self.gpus - self.gpus * e // 8, self.gpus * e // 8) for e in eighths]
-            for share, training, sampling in shares:
-                if training % replica == 0 and sampling % ROLLOUT_TP == 0:
-                    train = Parallel(tensor, data=training // replica, context=context)
-                    yield share, Arrangement(schedule, train, Parallel(ROLLOUT_TP, data=sampling // ROLLOUT_TP))
+            shares: Sequence[int | None] = FIXED.get(schedule, eighths)
+            for share in shares:
+                apart = self.gpus * (share or 0) // 8
+                training = self.gpus - apart
+                sampling = apart if schedule in POOLS else training
+                if training % replica or sampling % ROLLOUT_TP:
+                    continue
+                train = Parallel(tensor, data=training // replica, context=context)
+                scoring = Parallel(tensor, data=apart // tensor) if schedule == HYBRID else None
+                rollout = Parallel(ROLLOUT_TP, data=sampling // ROLLOUT_TP)
+                yield share, Arrangement(schedule, train, rollout, scoring)
 
     def fitting_plans(self, schedule: str, eighths: Sequence[int]) -> list[tuple[int | None, Arrangement]]:
         """Those that divide the prompts and fit, under the least context parallelism that any of them fits under."""
@@ -127,7 +132,8 @@ class Study:
             "schedule": schedule,
             "train": {"tensor": plan.train.tensor, "context": plan.train.context, "data": plan.train.data},
             "rollout": {"tensor": plan.rollout.tensor, "data": plan.rollout.data},
-            "sampling_eighths": share,
+            "sampling_eighths": share if plan.pools else None,
+            "reference_eighths": None if plan.scoring is None else share,
             "seconds": where.seconds,
             "hidden_s": where.hidden_s,
             "causes": dict(where.causes),
