@@ -1,11 +1,14 @@
 """Rows of a product whose bits do not depend on how many threads compute it.
 
 MKL's float32 products of 5 to 7 and 9 to 11 rows have other last bits on two threads than on one, for all sizes that
-were tried (64 to 1024), alone among 1 to 33 rows; batches of more than one product have not. Decoding comes down to so
-few rows in every rollout, on one thread or more as passes run beside it, so it adds rows up to the next multiple of 4.
+were tried (64 to 1024), alone among 1 to 39 rows; batches of more than one product have not. Decoding comes down to so
+few rows in every rollout, on one thread or more as passes run beside it, and the last layer of a prompt pass has one
+row a prompt, on the threads of the lane that it runs in. So rows are added up to the next multiple of 4.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -25,3 +28,9 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if not missing:
         return torch.matmul(left, right)
     return torch.matmul(F.pad(left, (0, 0, 0, missing)), right)[..., : left.shape[-2], :]
+
+
+def by_rows(module: Callable[[torch.Tensor], torch.Tensor], x_TC: torch.Tensor) -> torch.Tensor:
+    """module(x_TC), of a module that takes each row by itself."""
+    missing = missing_rows(x_TC.shape[0], x_TC)
+    return module(F.pad(x_TC, (0, 0, 0, missing)))[: x_TC.shape[0]] if missing else module(x_TC)
