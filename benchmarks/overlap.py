@@ -5,7 +5,9 @@ usage: python benchmarks/overlap.py [--settings S1 S3 S4 S4-tail] [--betas 0 0.0
 Decoding may use one core, every other phase two, in all arms. The arms are trainers in this process on the same model
 folder, rows and seeds; they take turns step by step. From the serial arm's spans comes the bound: passes that could
 start before the last response ends, at the speed of one core, as much of them as the idle core can do while groups
-decode. S4-tail: every tenth response is 8 times as long as the others. The last line is JSON.
+decode. S4-tail: every tenth response is 8 times as long as the others. What there is to hide differs from step to step
+there, so savings and bounds are compared step by step; a step's noise is as large as a bound, so each share of one has
+an interval. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollplex.config import Config
 from rollplex.rollout.engine import SamplingParams
@@ -38,6 +42,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
 TAIL_SHARE, TAIL_FACTOR = 0.1, 8
 UNIT_TOKENS = 256  # a prompt each at every setting: what is hidden can then be cut finely
 TWO_CORES = {"unit_tokens": UNIT_TOKENS, "decode_threads": 1}  # the window gets the other
+HIDING = ("serial", "rollplex", "stream")
+FEW_STEPS = 4  # of all other arms: they are compared with serial, or tell how much longer a pass takes on one core
+SHARE = ("share", "low", "high")
+RESAMPLES, INTERVAL = 10_000, (5, 95)  # of the bootstrap, percent
 STREAMED = ("ref_response", "actor_response", "prefix_backward")
 PREFIXES = ("ref_prefix", "actor_prefix")
 
@@ -67,8 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="+", default=["S1", "S3", "S4", "S4-tail"])
     parser.add_argument("--betas", nargs="+", type=float, default=[0.0, 0.04])
-    parser.add_argument("--steps", type=int, default=7, help="measured steps of each arm (default 7)")
-    parser.add_argument("--warmup", type=int, default=2, help="unmeasured steps of each arm (default 2)")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of each arm (default 20)")
+    parser.add_argument("--warmup", type=int, default=1, help="unmeasured steps of each arm (default 1)")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--auto", action="store_true", help="compare overlap off and auto instead, all cores for all")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
@@ -163,27 +171,39 @@ def take_turns(arms: Sequence[Arm], warmup: int, steps: int) -> None:
         by_name[name].step(measured=number >= warmup * len(arms))
 
 
-def phase_seconds(arm: Arm) -> dict[str, float]:
+def phase_seconds(steps: Sequence[Step]) -> dict[str, float]:
     """Median seconds of each phase that had the device to itself, all units together."""
-    names = {span.name for step in arm.steps for span in step.spans if span.lane == "main"}
+    names = {span.name for step in steps for span in step.spans if span.lane == "main"}
     return {
-        str(name): median(
-            sum(s.seconds for s in step.spans if s.name == name and s.lane == "main") for step in arm.steps
-        )
+        str(name): median(sum(s.seconds for s in step.spans if s.name == name and s.lane == "main") for step in steps)
         for name in names
     }
 
 
 def slowness(arm: Arm, one_core: Arm) -> dict[str, float]:
-    """How much longer each phase takes on one core than on two."""
-    two, one = phase_seconds(arm), phase_seconds(one_core)
+    """How much longer each phase takes on one core than on two, over the steps that both took."""
+    one = phase_seconds(one_core.steps)
+    two = phase_seconds(arm.steps[: len(one_core.steps)])
     return {name: one[name] / two[name] for name in two if name in one and two[name] > 0}
 
 
-def bound(serial: Arm, slow: Mapping[str, float], *, streaming: bool) -> float:
-    """Most seconds of a step that hiding can save: what one otherwise idle core does, work never waiting, until the
+def bounds(serial: Arm, slow: Mapping[str, float], *, streaming: bool) -> NDArray[np.float64]:
+    """Most seconds of each step that hiding can save: what one otherwise idle core does, work never waiting, until the
     last response ends. Prefixes can start with decoding, passes of a unit's responses when the unit is complete."""
-    return median(_bound_of(step, slow, streaming=streaming) for step in serial.steps)
+    return np.array([_bound_of(step, slow, streaming=streaming) for step in serial.steps])
+
+
+def share_of_bound(saved_s: NDArray[np.float64], bounds_s: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Median saving as a part of the median bound, step by step, and its interval by resampling steps."""
+
+    def share(saved_s: NDArray[np.float64], bounds_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Over the last axis."""
+        found: NDArray[np.float64] = 1 + np.median(saved_s - bounds_s, axis=-1) / np.median(bounds_s, axis=-1)
+        return found
+
+    drawn = np.random.default_rng(0).integers(len(saved_s), size=(RESAMPLES, len(saved_s)))
+    low, high = np.percentile(share(saved_s[drawn], bounds_s[drawn]), INTERVAL)
+    return float(share(saved_s, bounds_s)), float(low), float(high)
 
 
 def _bound_of(step: Step, slow: Mapping[str, float], *, streaming: bool) -> float:
@@ -214,7 +234,9 @@ def measure(folder: Path, name: str, beta: float, arguments: argparse.Namespace)
     one_core = Arm("one core", config_of(folder, setting, beta, two_cores["serial"], 1), tailed=tailed)
     torch.set_num_threads(2)
     try:
-        take_turns([*arms, one_core], arguments.warmup, arguments.steps)
+        few = min(arguments.steps, FEW_STEPS)
+        take_turns([*arms, one_core], arguments.warmup, few)
+        take_turns([arm for arm in arms if arm.name in HIDING], 0, arguments.steps - few)
         by_name = {arm.name: arm for arm in arms}
         return _row(name, beta, by_name, one_core)
     finally:
@@ -224,24 +246,30 @@ def measure(folder: Path, name: str, beta: float, arguments: argparse.Namespace)
 
 def _row(name: str, beta: float, arms: Mapping[str, Arm], one_core: Arm) -> dict[str, Any]:
     serial = arms["serial"]
-    slow = slowness(serial, one_core)
+    slow, few = slowness(serial, one_core), len(one_core.steps)
     row: dict[str, Any] = {
         "setting": name,
         "beta": beta,
-        "step_s": {arm: arms[arm].seconds for arm in arms},
-        "serial_phases_s": phase_seconds(serial) | {"decode": median(step.decode_s for step in serial.steps)},
+        "step_s": {
+            arm: median(step.seconds for step in arms[arm].steps[:few]) for arm in arms
+        },  # the same steps of all
+        "serial_phases_s": phase_seconds(serial.steps) | {"decode": median(step.decode_s for step in serial.steps)},
         "one_core_over_two": slow,
-        "share_gain": arms["whole"].seconds / serial.seconds if "whole" in arms else None,
     }
     for arm in ("rollplex", "stream"):
         if arm not in arms:
             continue
-        saving = median(a.seconds - b.seconds for a, b in zip(serial.steps, arms[arm].steps, strict=True))
-        limit = bound(serial, slow, streaming=arm == "stream")
+        saved_s = np.array([a.seconds - b.seconds for a, b in zip(serial.steps, arms[arm].steps, strict=True)])
+        limits_s = bounds(serial, slow, streaming=arm == "stream")
+        something = np.median(limits_s) > 0.01 * serial.seconds  # else nothing to hide
         row[arm] = {
-            "bound_s": limit,
-            "achieved_s": saving,
-            "achieved_of_bound": saving / limit if limit > 0.01 * serial.seconds else None,  # else nothing to hide
+            "bound_s": float(np.median(limits_s)),
+            "achieved_s": float(np.median(saved_s)),
+            "achieved_of_bound": dict(zip(SHARE, share_of_bound(saved_s, limits_s), strict=True))
+            if something
+            else None,
+            "saved_s": saved_s.tolist(),
+            "bounds_s": limits_s.tolist(),
             "decode_slowdown": median(s.decode_s for s in arms[arm].steps) / median(s.decode_s for s in serial.steps),
             "exposed_prefix_share": median(s.exposed_prefix_s / s.seconds for s in arms[arm].steps),
         }

@@ -1,14 +1,13 @@
 """Step times of real runs, predicted from another setting's traces, against what they took.
 
-usage: python benchmarks/prediction.py [--settings S1 S2 S3 S4] [--steps 6] [--beta 0.04]
+usage: python benchmarks/prediction.py [--settings S1 S2 S3 S4] [--turns 6] [--beta 0.04]
 
-The settings of vs_trl.py under serial, rollplex and stream, and per setting two short runs (PROBES) that are only
-calibrated on: trainers in this process on the same model, rows and seeds. All of them, of all settings, take turns step
-by step, so that a machine that gets faster or slower does so for all alike. Decoding may use one core, all other phases
-two. Then `rollplex calibrate` fits a machine to the five runs of one setting, what the lanes cost each other included,
+The settings of vs_trl.py under serial, rollplex and stream: trainers in this process on the same model, rows and seeds.
+All of them, of all settings, take turns, so that a machine that gets faster or slower does so for all alike; the first
+step of a turn is not counted, since the others have emptied the caches. Decoding may use one core, all other phases
+two. Then `rollplex calibrate` fits a machine to the three runs of one setting, what the lanes cost each other included,
 and every schedule of every setting is run in virtual time on it (planner/predict_run.py); so for each setting in turn.
-The same without the short runs is in the result too. Lengths are read from the runs' metrics, times are not. The last
-line is JSON.
+Lengths are read from the runs' metrics, times are not. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from math import ceil
 from pathlib import Path
@@ -44,13 +43,7 @@ from vs_trl_arms.summary import block_order, provenance, write_result
 from vs_trl_arms.workload import counting_task, save_model, save_rows
 
 SCHEDULES = ("serial", "rollplex", "stream")
-# Serial runs with a quarter of the response tokens: what a pass or a decode step costs however little it does, and what
-# each token adds, are not to be told apart at one length. Passes over one prompt, and over all.
-PROBES: dict[str, dict[str, int]] = {
-    "short, prompts alone": {"unit_tokens": 1},
-    "short, prompts together": {"unit_tokens": 1 << 20},
-}
-SHORTER = 4
+TURN = 2  # measured steps of a turn, after one that is not
 WANTED = 0.15  # of the measured step: issue 5
 TIE = 0.03  # measured steps that are no further apart are in no order,
 AGREE = 5 / 6  # nor are those that this part of the rounds does not agree on
@@ -62,8 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="+", default=["S1", "S2", "S3", "S4"])
-    parser.add_argument("--steps", type=int, default=6, help="measured steps of each run (default 6)")
-    parser.add_argument("--warmup", type=int, default=1, help="unmeasured steps of each run (default 1)")
+    parser.add_argument("--turns", type=int, default=6, help=f"of each run, {TURN} measured steps each (default 6)")
     parser.add_argument(
         "--beta", type=float, default=0.04, help="weight of the KL term; 0: no reference (default 0.04)"
     )
@@ -73,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one schedule or probe did at one setting: a run folder, and the seconds of its measured steps."""
+    """What one schedule did at one setting: a run folder, and the seconds of its measured steps."""
 
     setting: str
     arm: str
@@ -104,8 +96,12 @@ class Recorded:
         self.rows: list[Mapping[str, Any]] = []
         self.seconds: list[float] = []
 
-    def step(self, *, measured: bool) -> None:
-        """Run one step."""
+    def turn(self) -> None:
+        """Run the steps of one turn."""
+        for number in range(1 + TURN):
+            self._step(measured=number > 0)
+
+    def _step(self, *, measured: bool) -> None:
         begin_s = time.monotonic()
         report, outcome = self.trainer.run_step()
         seconds = time.monotonic() - begin_s
@@ -128,28 +124,24 @@ class Recorded:
 
 
 def recorded(scratch: Path, name: str, beta: float) -> Iterator[Recorded]:
-    """The trainers of one setting: each schedule, and the probes."""
+    """The trainers of one setting: one for each schedule."""
     setting, _ = setting_named(name)
     folder = scratch / name
     save_model(setting, folder / "model")
     save_rows(counting_task(setting), folder / "rows")
     for schedule in SCHEDULES:
-        arm = {**ARMS[schedule], "schedule": {**TWO_CORES, **ARMS[schedule]["schedule"]}}
-        yield Recorded(name, schedule, setting, config_of(folder, setting, beta, arm, 2))
-    short = replace(setting, tokens=setting.tokens // SHORTER)
-    for probe, options in PROBES.items():
-        arm = {**ARMS["serial"], "schedule": {**TWO_CORES, **ARMS["serial"]["schedule"], **options}}
-        yield Recorded(name, probe, short, config_of(folder, short, beta, arm, 2))
+        options = {**ARMS[schedule], "schedule": {**TWO_CORES, **ARMS[schedule]["schedule"]}}
+        yield Recorded(name, schedule, setting, config_of(folder, setting, beta, options, 2))
 
 
 def measure(scratch: Path, arguments: argparse.Namespace) -> list[Run]:
-    """All runs of all settings, one step of each in turn."""
+    """All runs of all settings in turn."""
     runs: dict[str, Recorded] = {}
     try:
         for name in arguments.settings:
             runs |= {f"{run.name} {run.arm}": run for run in recorded(scratch, name, arguments.beta)}
-        for number, key in enumerate(block_order(list(runs), arguments.warmup + arguments.steps)):
-            runs[key].step(measured=number >= arguments.warmup * len(runs))
+        for key in block_order(list(runs), arguments.turns):
+            runs[key].turn()
     finally:
         for run in runs.values():
             run.trainer.close()
@@ -260,9 +252,6 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {setting} from {source} | " + " | ".join(cells) + " |"
     yield ""
     yield f"predicted from another setting {verdict(off)}"
-    if "without_probes" in result:
-        alone = errors(result["measured_s"], result["without_probes"]["predicted_s"])
-        yield f"the same, calibrated without short runs, {verdict(alone)}"
     for source in settings:
         told = ", ".join(
             f"{name} {by['right']} right, {by['equal']} taken to be equal, {by['wrong']} wrong"
@@ -281,18 +270,17 @@ def main() -> None:
     torch.set_num_threads(2)
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        everything = measure(Path(scratch), arguments)
+        runs = measure(Path(scratch), arguments)
         measuring_s = time.monotonic() - start_s
-        runs = [run for run in everything if run.arm in SCHEDULES]
-        calibrated, without = calibrations(everything), calibrations(runs)
-        predicted, predicted_without = predictions(runs, calibrated), predictions(runs, without)
-    result = result_of(everything, predicted) | {
+        calibrated = calibrations(runs)
+        predicted = predictions(runs, calibrated)
+    result = result_of(runs, predicted) | {
         "benchmark": "prediction",
         "versions": {package: version(package) for package in ("rollplex", "torch", "transformers")},
         "beta": arguments.beta,
-        "steps": arguments.steps,
+        "turns": arguments.turns,
+        "measured_steps_of_a_turn": TURN,
         "calibrated": calibrated,
-        "without_probes": {"calibrated": without, "predicted_s": seconds_by_run(runs, predicted_without)},
         "measuring_s": measuring_s,
         "wall_s": time.monotonic() - start_s,
     }
@@ -310,15 +298,14 @@ def seconds_by_run(runs: Sequence[Run], predicted: Mapping[str, Sequence[Predict
     }
 
 
-def result_of(everything: Sequence[Run], predicted: Mapping[str, Sequence[Predicted]]) -> dict[str, Any]:
-    """What was measured of all runs, and of those under a schedule what was predicted from each setting."""
-    runs = [run for run in everything if run.arm in SCHEDULES]
+def result_of(runs: Sequence[Run], predicted: Mapping[str, Sequence[Predicted]]) -> dict[str, Any]:
+    """What was measured of all runs, and what was predicted of them from each setting."""
     serial = [number for number, run in enumerate(runs) if run.arm == "serial"]
     by_setting = {run.setting: [other for other in runs if other.setting == run.setting] for run in runs}
     seconds = seconds_by_run(runs, predicted)
     return {
         **provenance(),
-        "step_s": {run.name: run.seconds for run in everything},
+        "step_s": {run.name: run.seconds for run in runs},
         "measured_s": {run.name: run.measured_s for run in runs},
         "phases_s": {runs[number].setting: runs[number].phases_s for number in serial},
         "predicted_s": seconds,  # simulated, as are predicted_phases_s; all else is measured

@@ -149,11 +149,20 @@ def cpu(cores: int, memory_bytes: float) -> Hardware:
     """This machine's cores as one device, for `calibrate.fit` to start from: nominal 64 GFLOP/s in fp32 and 8 GB/s a
     core (16 operations and 4 bytes a cycle at 2 to 4 GHz), and what calling an operation from Python takes.
 
-    A decode step has as many kernels for any batch: their launches are part of what a step takes on the host. Attention
-    starts as fast as products: that is where fits to prompts that are long enough to tell have ended here.
+    A decode step has as many kernels for any batch: their launches are part of what a step takes on the host. The
+    start is where fits to runs of four shapes have ended on two cores of an AMD EPYC, rounded: what the spans of one
+    shape do not tell stays near it (docs/planning.md). Attention starts as fast as products, as prompts that are long
+    enough to tell have it.
     """
     start = Efficiency(
-        matmul=0.7, attention=0.7, memory=0.8, link=1.0, kernel_s=1e-5, decode_step_s=1e-3, decode_kernels=0.0
+        matmul=1.0,
+        attention=1.0,
+        memory=0.6,
+        link=1.0,
+        kernel_s=5e-5,
+        decode_step_s=2e-3,
+        decode=0.5,
+        decode_kernels=0.0,
     )
     own = Link(8 * _GB, 1e-6)  # one device: nothing is sent
     source = "nominal; the efficiencies are to be fitted"
