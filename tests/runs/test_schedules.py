@@ -47,7 +47,7 @@ def late_failure(completion_ids: list[list[int]], trainer_state: Any, **_: Any) 
     return varied_reward(completion_ids)
 
 
-def _config(folder: Path, schedule: dict[str, Any], **sections: dict[str, Any]) -> Config:
+def _config(folder: Path, schedule: dict[str, Any], /, **sections: dict[str, Any]) -> Config:
     tree: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(folder), "num_threads": 2, "log_completions_steps": 0},
         "model": {"build": {}},
