@@ -1,4 +1,4 @@
-"""What sharing, the decode window and decode graphs gain on one GPU: {share} x {hoist}, stream, chunk sizes, memory.
+"""What sharing, the decode window and decode graphs gain on one GPU: {share} x {hoist}, stream, units, chunks, memory.
 
 usage: python benchmarks/gpu/window.py [--model 3b|7b] [--steps 4]
 
@@ -12,6 +12,7 @@ is JSON.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -27,6 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rollplex.config import Config
+from rollplex.models.policy import Policy
 from rollplex.runtime.device import device_name, peak_bytes, reset_peak
 from rollplex.runtime.learner import Learner
 from rollplex.runtime.trainer import Trainer
@@ -41,7 +43,9 @@ SIZES: dict[str, dict[str, int]] = {
 }
 VISION = {"vision_depth": 32, "vision_hidden_size": 1280, "vision_intermediate_size": 3420}
 PROMPTS, RESPONSES, TOKENS, PICTURES, SIDE = 8, 8, 256, 4, 728  # 4 x 676 visual tokens a prompt
-CHUNKS = (1024, 4096, 16384)
+UNITS = (4096, 16384)  # one prompt, and all that a pass may take
+CHUNKS = (256, 512, 1024)  # rows at a time inside a prompt
+TINY_PART = 8  # chunks of tiny prompts are smaller by this
 
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "whole": {"schedule": {"name": "serial", "overlap": "off"}, "train": {"share_prefix": False}},
@@ -51,10 +55,14 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "serial": {"schedule": {"name": "serial", "overlap": "off"}},
     "serial, no graphs": {"schedule": {"name": "serial", "overlap": "off"}, "rollout": {"decode_graphs": "off"}},
-    **{f"rollplex, {c}": {"schedule": {"name": "rollplex", "overlap": "on", "unit_tokens": c}} for c in CHUNKS},
+    **{f"rollplex, {u}": {"schedule": {"name": "rollplex", "overlap": "on", "unit_tokens": u}} for u in UNITS},
+    **{
+        f"rollplex, chunks of {c}": {"schedule": {"name": "rollplex", "overlap": "on", "chunk_tokens": c}}
+        for c in CHUNKS
+    },
     "stream": {"schedule": {"name": "stream", "overlap": "on"}},
 }
-LEDGERS = ("serial", "rollplex, 4096", "stream")
+LEDGERS = ("serial", "rollplex, 4096", "rollplex, chunks of 512", "stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +112,34 @@ def config_of(options: argparse.Namespace, arm: Mapping[str, Mapping[str, Any]],
     }
     for section, values in arm.items():
         tree[section] = {**tree[section], **values}
+    if options.tiny and "chunk_tokens" in tree["schedule"]:
+        tree["schedule"]["chunk_tokens"] //= TINY_PART
     return Config.model_validate(tree)
 
 
 def learner_of(config: Config, trainer: Trainer) -> Learner:
-    """A learner on the trainer's one policy, optimizer and reference, and on its engines where they would be alike."""
+    """A learner on the trainer's one copy of weights, optimizer and reference, its passes cut as `config` says, and on
+    the trainer's engines where they would be alike."""
     alike = config.rollout == trainer.config.rollout and not config.run.memory_steps
+    reference = copy.copy(trainer.reference)
+    assert reference is not None  # beta is not 0
+    reference.policy = recut(reference.policy, config.schedule.chunk_tokens)
     return Learner(
-        trainer.session.policy,
+        recut(trainer.session.policy, config.schedule.chunk_tokens),
         trainer.optimizer,
-        trainer.reference,
+        reference,
         trainer.collector,
         config,
         stop_token_ids=trainer.session.stop_token_ids,
         engines=trainer.engines if alike else None,
     )
+
+
+def recut(policy: Policy, chunk_tokens: int | None) -> Policy:
+    """The same weights and cached features, under passes in chunks of so many rows."""
+    other = Policy(policy.model, chunk_tokens=chunk_tokens)
+    other.vision_frozen, other.vision_cache = policy.vision_frozen, policy.vision_cache
+    return other
 
 
 def ledger(options: argparse.Namespace, name: str, trainer: Trainer) -> dict[str, float]:

@@ -177,9 +177,10 @@ def plan(
     with _clean_errors(show_traceback):
         config = load_config(recipe_path(recipe), overrides or ())
         if hardware is None:
-            if gpus is not None or explain:
+            if gpus is not None or explain or (response_tokens, spread, contention, seed) != (None, 0.5, 1.2, 0):
                 raise ConfigError(
-                    "--gpus and --explain are about a search over devices, which needs --hardware as well"
+                    "--gpus, --explain, --response-tokens, --spread, --contention and --seed are about a search over "
+                    "devices, which needs --hardware as well"
                 )
             facts: Mapping[str, Any] = plan_facts(config, section or ())
             lines = plan_lines(facts)
@@ -230,7 +231,10 @@ def simulate(
         found = virtual.simulate_recipe(config, request)
         facts = virtual.simulation_facts(found)
         if trace is not None:
-            trace.write_text(to_chrome(found.spans, f"simulated {schedule}"), encoding="utf-8")
+            try:
+                trace.write_text(to_chrome(found.spans, f"simulated {schedule}"), encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"cannot write --trace {trace}: {error}") from error
         if as_json:
             typer.echo(json.dumps(facts))
             return

@@ -10,6 +10,7 @@ import torch
 from cluster.processes import run_ranks
 from cluster.training import Case, Tensors, one_process, one_step, plan_of
 from numerics.cases import relative_error
+from rollplex.models.prefix import Activations
 from rollplex.models.shard_plan import Kind
 from rollplex.weights.conventions import piece
 from rollplex.weights.pieces import PADDING
@@ -83,6 +84,12 @@ def test_tensor_parallel(family: str, degree: int, rollout: int) -> None:
     mode = "recompute" if degree == 2 else "checkpoint"
     case = Case(family, MIXED, degree, rollout, (0,) * 4, mode, tied=family == "qwen3_vl", beta=0.1)
     _check(case, degree)
+
+
+@pytest.mark.parametrize(("family", "mode"), [("qwen2_5_vl", "graph"), ("qwen3_vl", "checkpoint")])
+def test_tensor_parallel_in_chunks_of_rows(family: str, mode: Activations) -> None:
+    """Each chunk has its own sums over ranks, as many on each rank; one process runs whole passes."""
+    _check(Case(family, MIXED, 2, 1, (0,) * 4, mode, beta=0.1, chunk_tokens=11), 2)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

@@ -47,6 +47,7 @@ class Case:
     tied: bool = False
     beta: float = 0.0
     vocab: int = 384
+    chunk_tokens: int | None = None  # of the several processes; one runs whole passes
 
     @property
     def block(self) -> int:
@@ -117,8 +118,8 @@ def one_step(job: Job, case: Case) -> dict[str, Any]:
         backing.load(dict(rig.loaded.model.named_parameters()), "start")
         publisher = Publisher(plan, backing, block, bucket_bytes=1 << 16, check=True)
         model = bound(rig.loaded.model, backing.tensors(Side.TRAIN), trainable=True)
-        policy = Policy(model, grid.tensor)
-        reference = _reference(rig, plan, grid, block.rank) if case.beta else None
+        policy = Policy(model, grid.tensor, chunk_tokens=case.chunk_tokens)
+        reference = _reference(rig, plan, grid, block.rank, case.chunk_tokens) if case.beta else None
         data = DataShards(policy, grid.data_mesh, grid.data) if grid.data.size > 1 else None
         optimizer = Recording(model, case.config.train, 1, tensors=plan.plan.tensors, ranks=grid.tensor, data=data)
         updater = Updater(policy, optimizer, reference, case.config)
@@ -143,11 +144,12 @@ def one_step(job: Job, case: Case) -> dict[str, Any]:
         }
 
 
-def _reference(rig: Rig, plan: SharingPlan, grid: TrainGrid, device: int) -> Reference:
+def _reference(rig: Rig, plan: SharingPlan, grid: TrainGrid, device: int, chunk_tokens: int | None) -> Reference:
     other = moved(rig.loaded.model)
     backing = Backing.create(plan, device, torch.float64, torch.device("cpu"))
     backing.load(dict(other.named_parameters()), "start")
-    return Reference(Policy(bound(other, backing.tensors(Side.TRAIN), trainable=False), grid.tensor))
+    model = bound(other, backing.tensors(Side.TRAIN), trainable=False)
+    return Reference(Policy(model, grid.tensor, chunk_tokens=chunk_tokens))
 
 
 def _passes(updater: Updater, own: Sequence[ScoredGroup], case: Case, grid: TrainGrid) -> list[PassResult]:

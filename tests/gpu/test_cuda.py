@@ -12,7 +12,9 @@ import torch
 from numerics.cases import FAMILIES, tiny_rig
 from rollplex.config import Config, TrainConfig
 from rollplex.memory.host_copies import HostCopies
+from rollplex.models.attention import causal_attention
 from rollplex.models.prefix import compute_prefix
+from rollplex.models.row_chunks import RowChunks
 from rollplex.rollout.decode_graphs import DecodeGraphs
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.local_engine import LocalEngine
@@ -57,6 +59,29 @@ def test_steps_on_the_gpu_equal_those_on_the_cpu(family: str, schedule: str, tmp
     for name, tensor in wanted.items():
         # fp64 on both, but for the casts to fp32 inside transformers' models
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_in_chunks_equal_those_of_whole_passes_on_the_cpu(family: str, tmp_path: Path) -> None:
+    wanted = _trained(tmp_path, "cpu", family, {"name": "serial", "overlap": "off"})
+    found = _trained(tmp_path, "cuda", family, {"name": "rollplex", "overlap": "on", "chunk_tokens": 32})
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_attention_in_chunks_equals_whole_attention(dtype: torch.dtype, bound: float) -> None:
+    """By the kernels of each dtype (flash, memory-efficient, plain), with the gradients of q, k and v."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(700, 4, 64), (700, 2, 64), (700, 2, 64)]
+    inputs = [torch.randn(s, generator=draw).to("cuda", dtype).requires_grad_() for s in shapes]
+    upstream = torch.randn(700, 256, generator=draw).to("cuda", dtype)
+    found = []
+    for limit in (None, 96):
+        out = causal_attention(*inputs, RowChunks.of([600, 50, 50], limit, inputs[0]), 0.125)
+        found.append([out, *torch.autograd.grad(out, inputs, upstream)])
+    for whole, chunked in zip(*found, strict=True):
+        assert float((whole - chunked).norm() / whole.norm()) < bound
 
 
 @pytest.mark.parametrize("family", FAMILIES)

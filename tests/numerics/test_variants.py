@@ -92,6 +92,18 @@ def test_lora(family, targets, mode):
     assert relative_error(found, wanted) < BOUND
 
 
+@pytest.mark.parametrize("targets", LORA_TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_in_chunks_of_rows(family, targets):
+    made = _lora_rig(family, LORA_TARGETS[targets])
+    scored = _scored(made)
+    policy = Policy(made.policy.model, chunk_tokens=11)
+    with full_float64():
+        wanted = _wanted(policy.model, scored, family)
+        found = product_update(policy, scored, config_of(), "graph")[0]
+    assert relative_error(found, wanted) < BOUND
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_with_the_base_model_as_reference(family):
     made = _lora_rig(family, LORA_TARGETS["language"], freeze_vision=True)

@@ -71,6 +71,11 @@ def _steps(config: Config, count: int = 4) -> tuple[Trainer, list[Any]]:
         {"algorithm__beta": 0.0},
         {"schedule__name": "rollplex", "schedule__overlap": "on", "schedule__decode_threads": 1},
         {"schedule__unit_tokens": 64, "train__micro_batch_tokens": 256},
+        {"data__image_size": 336, "schedule__chunk_tokens": 32},
+        {"data__image_size": 336, "schedule__chunk_tokens": 32, "model__build": {"family": "qwen3_vl"}},
+        {"data__image_size": 336, "schedule__chunk_tokens": 32, "train__prefix_activations": "checkpoint"},
+        {"data__image_size": 336, "schedule__chunk_tokens": 32, "train__prefix_activations": "recompute"},
+        {"data__image_size": 336, "schedule__chunk_tokens": 50, "model__dtype": "bfloat16"},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "image",
 )

@@ -101,6 +101,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     # Kernels have other bits on other numbers of threads where a product has so few rows (models/steady.py).
     "six prompts a pass": {"rollout": {"prompts_per_step": 6}, "schedule": {"unit_tokens": 512}},
     "nine visual tokens": {"data": {"task": "counting", "image_size": 84}, "schedule": {"unit_tokens": 1}},
+    "in chunks": {"schedule": {"chunk_tokens": 33}},
+    "in chunks, qwen3_vl, recomputed": {
+        "model": {"build": {"family": "qwen3_vl"}},
+        "schedule": {"chunk_tokens": 32},
+        "train": {"prefix_activations": "recompute"},
+    },
 }
 
 
@@ -122,6 +128,17 @@ def test_rollplex_has_the_bits_of_serial(variant: str, tmp_path: Path) -> None:
     moved = variant not in {"no reference", "whole sequences", "resampled", "late rewards"}
     assert [bool(step) for step in beside] == [moved] * STEPS
     assert all(m["overlap/hidden_s"] == 0 for m in before)
+
+
+def test_a_chunk_that_exceeds_every_pass_has_the_bits_of_whole_passes(tmp_path: Path) -> None:
+    """And smaller ones are really cut: their sums have another order."""
+    weights = {
+        chunk_tokens: _weights_after(_config(tmp_path, {**OPEN, "name": "rollplex", "chunk_tokens": chunk_tokens}))[0]
+        for chunk_tokens in (None, 4096, 33)
+    }
+    whole = weights[None]
+    assert all(tensor.equal(weights[4096][name]) for name, tensor in whole.items())
+    assert not all(tensor.equal(weights[33][name]) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex.models import partial_attention
-from rollplex.models.attention import GroupRows, PrefixKV, SharedPrefixAttention, causal_attention, equal_runs
+from rollplex.models.attention import GroupRows, PrefixKV, SharedPrefixAttention, causal_attention
 from rollplex.models.partial_attention import _plain, _plain_backward, attend, attend_backward
+from rollplex.models.row_chunks import RowChunks
 
 HEAD_DIM = 8
 SCALING = 0.37
@@ -39,21 +40,44 @@ def _causal_by_hand(q_THD, k_TKD, v_TKD, lengths):
     return torch.stack(outs)
 
 
-@pytest.mark.parametrize("lengths", [[1], [3], [2, 2], [4, 1, 1, 3], [1, 2, 3]])
+@pytest.mark.parametrize("limit", [None, 1, 2, 3, 100])
+@pytest.mark.parametrize("lengths", [[1], [3], [2, 2], [4, 1, 1, 3], [1, 2, 3], [9, 4, 4]])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (6, 3), (4, 4)])
-def test_causal_attention_stays_inside_its_sequence(lengths, heads, kv_heads):
+def test_causal_attention_stays_inside_its_sequence(lengths, heads, kv_heads, limit):
+    """Whole and in chunks of queries: the output, and the gradients of q, k and v."""
     total = sum(lengths)
-    q, k, v = (
-        _draw(total, heads, HEAD_DIM),
-        _draw(total, kv_heads, HEAD_DIM, seed=1),
-        _draw(total, kv_heads, HEAD_DIM, seed=2),
-    )
-    found = causal_attention(q, k, v, lengths, SCALING)
-    torch.testing.assert_close(found, _causal_by_hand(q, k, v, lengths), rtol=0, atol=1e-13)
+    inputs = [_draw(total, n, HEAD_DIM, seed=s).requires_grad_() for s, n in enumerate((heads, kv_heads, kv_heads))]
+    found = causal_attention(*inputs, RowChunks.of(lengths, limit, inputs[0]), SCALING)
+    wanted = _causal_by_hand(*inputs, lengths)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+    upstream = _draw(total, heads * HEAD_DIM, seed=9)
+    for got, true in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, wanted)), strict=True):
+        torch.testing.assert_close(got, true, rtol=0, atol=1e-12)
 
 
-def test_equal_runs():
-    assert equal_runs([5, 5, 7, 5]) == [(5, 2), (7, 1), (5, 1)]
+def test_chunks_of_queries_by_the_mask_that_a_gpu_takes():
+    """There the mask is a name of its shape; the CPU writes it out."""
+    q, k, v = (_draw(9, 2, HEAD_DIM, seed=s) for s in range(3))
+    banded = RowChunks.of([9], 4, q)
+    named = RowChunks(banded.lengths, banded.limit, None)
+    assert banded.band is not None
+    found, wanted = (causal_attention(q, k, v, chunks, SCALING) for chunks in (named, banded))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_no_call_takes_more_queries_than_a_chunk_has(limit, monkeypatch):
+    lengths, sizes = [9, 2, 2, 2, 4], []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(q, *args, **kwargs):
+        sizes.append(q.shape[0] * q.shape[2])
+        return real(q, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    q = _draw(sum(lengths), 2, HEAD_DIM)
+    causal_attention(q, q, q, RowChunks.of(lengths, limit, q), SCALING)
+    assert sum(sizes) == sum(lengths) and max(sizes) <= limit
 
 
 @st.composite

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from numerics.cases import tiny_rig
 from rollplex.config import Config
+from rollplex.errors import ModelError
+from rollplex.models.lora_targets import target_layers
+from rollplex.models.shapes import shape_of
+from rollplex.models.shard_plan import shard_plan
 from rollplex.planner.engine_weights import engine_weight_facts, engine_weight_lines
+from rollplex.weights.bind import shape_of_model
 from rollplex.weights.lending import Way
 
 BUILD = {"vocab_size": 384, "num_heads": 4, "num_kv_heads": 2}
@@ -60,3 +68,24 @@ def test_the_local_engine_is_published_nothing() -> None:
     facts = _facts(engine="local")
     assert facts == {"engine": "local"}
     assert "nothing is published" in "\n".join(engine_weight_lines(facts))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_adapters_are_on_the_layers_that_a_run_finds(family: str) -> None:
+    """One rule (models/lora_targets.py) over the same names: those of the real model's linear layers."""
+    policy = tiny_rig(family, torch.float32).policy
+    linear = {name for name, module in policy.model.named_modules() if isinstance(module, nn.Linear)}
+    shape = shape_of_model(policy.model)
+    planned = {t.name.removesuffix(".weight") for t in shard_plan(shape).tensors if len(t.shape) == 2}
+    assert planned - linear == {n for n in planned if n.endswith(("embed_tokens", "pos_embed"))} and linear <= planned
+    # A convolution is called "proj" as well, and the head lies in neither half: neither gets an adapter.
+    lora = {"target_modules": ["visual.proj"]}
+    facts = _facts(device="cpu", build={"family": family}, model={"lora": lora})["cpu"]
+    layers = target_layers(("visual.proj",), linear)
+    assert layers and not any("patch_embed" in name for name in layers)
+    wanted = {f"{name}.{leaf}" for name in layers for leaf in ("weight", "bias")}
+    config = Config.model_validate({"model": {"build": {**BUILD, "family": family}}})
+    tensors = shard_plan(shape_of(config.model)).tensors
+    assert facts[Way.PUSHED] == sum(4 * t.numel for t in tensors if t.name in wanted)
+    with pytest.raises(ModelError, match="'lm_head', which matches no linear layer of the language model"):
+        _facts(device="cpu", build={"family": family}, model={"lora": {"target_modules": ["lm_head"]}})

@@ -56,7 +56,10 @@ def test_the_text_says_what_the_data_say_and_explains_it(facts: dict[str, Any]) 
     assert row.split()[1:3] == [f"{best['seconds']:.4g}", best["schedule"]]
     assert all(words in row for words in (*degrees, best["limit"]))
     assert f"2 lost to 1 by {facts['runner_up']['slower_s']:.3g} s a step" in text
-    for plan in facts["plans"]:
+    explained = text[text.index("sent by a device") :]
+    others = [name for name, plan in facts["by_schedule"].items() if plan not in facts["plans"]]
+    assert "serial" in others and all(f"fastest {name}: {name}" in explained for name in others)
+    for plan in (*facts["plans"], *facts["by_schedule"].values()):
         for parts in (plan["causes"], plan["phases"]):
             assert all(f"{value:10.3f}  {name}" in text for name, value in parts.items())
         for stage in plan["stages"]:
@@ -65,8 +68,19 @@ def test_the_text_says_what_the_data_say_and_explains_it(facts: dict[str, Any]) 
                 f"{stage['lower_s']:10.3f} <= {stage['estimate_s']:.3f} <= {stage['upper_s']:.3f}  {stage['name']}"
                 in text
             )
-        for record in plan["memory"][0]["records"]:
-            assert f"{record['gib']:10.2f}  {record['name']:<32}{record['policy']}" in text
+        for fit in plan["memory"]:
+            for total, part in (("peak", "at_peak"), ("naive", "at_naive_peak"), ("host", "host")):
+                assert sum(r[f"{part}_gib"] for r in fit["records"]) == pytest.approx(fit[f"{total}_gib"])
+            for r in fit["records"]:
+                held = "".join(f"{r[f'{at}_gib']:10.2f}" for at in ("at_peak", "at_naive_peak", "host"))
+                assert f"{held}  {r['name']:<32}{r['policy']}" in text
+            assert sum(r["restore_s"] for r in fit["records"]) == pytest.approx(fit["exposed_s"])
+        assert plan["moves_s"] == max(fit["exposed_s"] for fit in plan["memory"])
+        if plan["sharing"] is not None:
+            for kind in ("aligned", "transposed", "rebuilt"):
+                rows = [row for row in plan["sharing"]["tensors"] if row["class"] == kind]
+                assert sum(row["share"] for row in rows) == pytest.approx(plan["sharing"][kind])
+                assert all(f"{row['share']:>10.2%}  {row['name']}, {kind}" in text for row in rows)
     short = _plan(*ON_FOUR, "--hardware", "h800")
     assert short.stdout == text[: len(short.stdout)] and len(short.stdout) < len(text)
 
@@ -90,6 +104,9 @@ def test_without_a_search_the_plan_is_as_before() -> None:
     [
         (("--gpus", "4"), ("needs --hardware",)),
         (("--explain",), ("needs --hardware",)),
+        (("--response-tokens", "5"), ("--response-tokens", "needs --hardware")),
+        (("--hardware", "h800", "--response-tokens", "0"), ("--response-tokens is 0",)),
+        (("--hardware", "h800", "--contention", "inf"), ("--contention is inf",)),
         (("--hardware", "H80"), ("--hardware is 'H80'", "did you mean h800?")),
         (("--hardware", "a100"), ("did you mean a100-80g or a100-40g-pcie?",)),
         (("--hardware", "missing.json"), ("missing.json", "no file of `rollplex calibrate`")),
@@ -98,7 +115,7 @@ def test_without_a_search_the_plan_is_as_before() -> None:
         (("--hardware", "h800", "memory.cap_gib=99"), ("memory.cap_gib is 99", "80 GB")),
         (
             ("--hardware", "rtx4090", "--gpus", "1", "memory.cap_gib=24"),
-            ("nothing fits under 24.00 GiB", "the smallest change that would fit: --gpus 4", "with 47.60 GiB a device"),
+            ("nothing fits under 24.00 GiB", "the smallest change that would fit: --gpus 4", "with 47.05 GiB a device"),
         ),
     ],
 )

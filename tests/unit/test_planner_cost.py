@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from published_models import QWEN_32B
 from rollplex.errors import ConfigError
-from rollplex.models.shapes import ModelShape, shape_from_hf
+from rollplex.models.shapes import Experts, ModelShape, shape_from_hf
 from rollplex.planner.bounds import stages
 from rollplex.planner.cost import Seconds, Side, StepCost, roofline
 from rollplex.planner.decoding import Rows
@@ -189,13 +189,14 @@ def test_the_estimate_lies_within_the_bound(kind: Any) -> None:
 @given(
     lengths=st.lists(st.lists(st.integers(1, 3000), min_size=4, max_size=4), min_size=8, max_size=8),
     tensor=st.sampled_from([2, 4, 8]),
+    places=st.none() | st.integers(1, 40),
 )
-def test_generation_stays_within_the_bound(lengths: list[list[int]], tensor: int) -> None:
-    """One engine, so that no load is uneven: the bound then holds for any lengths."""
+def test_generation_stays_within_the_bound(lengths: list[list[int]], tensor: int, places: int | None) -> None:
+    """One engine, so that no load is uneven: the bound then holds for any lengths, and for any number of places."""
     counts, device = ModelCounts(shape()), hardware("h800")
     side = Side(counts, device, Parallel(tensor=tensor))
     groups = tuple(GroupLoad(Prompt(500), tuple(row)) for row in lengths)
-    generation = stages(StepCost(side, side, Algorithm(), groups))[0]
+    generation = stages(StepCost(side, side, Algorithm(), groups, max_rows=places))[0]
     assert generation.lower_s <= generation.estimate_s * (1 + 1e-6)
     assert generation.estimate_s <= generation.upper_s * (1 + 1e-6)
 
@@ -222,3 +223,28 @@ def test_a_backward_of_eager_code_makes_no_indices() -> None:
     layers = shape().text.num_layers
     extra = eager.response([GroupLoad(prompts[0], (5, 5))], head=False).kernels - eager.decoder(8, 1).kernels
     assert extra == layers * (EAGER.on_prefix - EAGER.attention)
+
+
+@pytest.mark.parametrize("experts", [Experts(128, 8), Experts(8, 2), Experts(4, 4)])
+@pytest.mark.parametrize("plan", [Parallel(tensor=4), Parallel(data=4, expert=4), Parallel(pipeline=2, data=2)])
+def test_experts_that_rows_do_not_share_are_in_the_bound(experts: Experts, plan: Parallel) -> None:
+    """A single row reads the weights of its own experts, 32 rows those of many more."""
+    text = dataclasses.replace(shape().text, intermediate_size=1024, experts=experts)
+    counts = ModelCounts(dataclasses.replace(shape(), text=text), 2, experts)
+    side = Side(counts, hardware("h800"), plan)
+    loads = (GroupLoad(Prompt(500), (300,) * 8),) * 8
+    generation = stages(StepCost(side, side, Algorithm(), loads))[0]
+    assert generation.lower_s <= generation.estimate_s <= generation.upper_s
+
+
+@given(groups=st.integers(1, 9), engines=st.sampled_from([1, 2, 4, 8]), places=st.none() | st.integers(1, 40))
+def test_groups_that_are_alike_stay_within_the_bound_on_any_number_of_engines(
+    groups: int, engines: int, places: int | None
+) -> None:
+    """Also where there are fewer groups than engines: a group stays on one."""
+    counts, device = ModelCounts(shape()), hardware("h800")
+    train, rollout = Side(counts, device, Parallel(tensor=8)), Side(counts, device, Parallel(data=engines))
+    loads = (GroupLoad(Prompt(5000), (900, 900, 900, 900)),) * groups
+    generation = stages(StepCost(train, rollout, Algorithm(), loads, max_rows=places))[0]
+    assert generation.lower_s <= generation.estimate_s * (1 + 1e-6)
+    assert generation.estimate_s <= generation.upper_s * (1 + 1e-6)

@@ -22,11 +22,11 @@ SHAPE: ModelShape = shape_from_hf({"model_type": "qwen3_vl", "text_config": TEXT
 TIMELINE = TIMELINES["rollplex"]
 
 
-def records(train_tp: int = 2, replicas: int = 4) -> tuple[MemoryRecord, ...]:
+def records(train_tp: int = 2, replicas: int = 4, vision_trained: bool = True) -> tuple[MemoryRecord, ...]:
     step = StepShape(
         model=SHAPE, dtype_bytes=2, devices=train_tp * replicas, train_tp=train_tp, rollout_tp=1, prompts=8,
         generations=4, prompt_tokens=512, visual_tokens=400, response_tokens=64, micro_batch_tokens=512,
-        activations="graph", reference=True, vision_trained=True, separate_engine=True, layouts_differ=False,
+        activations="graph", reference=True, vision_trained=vision_trained, separate_engine=True, layouts_differ=False,
         sequence_parallel=True, shard_optimizer=True, stream_chunk_bytes=1 << 20,
     )  # fmt: skip
     return step_records(step, Hardware(50e9, 3e12, 4e14), TIMELINE)
@@ -84,3 +84,32 @@ def test_every_choice_shrinks_with_its_record() -> None:
             assert now.policy is then.policy and now.restore_s <= then.restore_s
             assert all(now.held[phase] <= then.held[phase] for phase in then.held)
     assert dataclasses.asdict(found[0]).keys() == dataclasses.asdict(records()[0]).keys()
+
+
+def test_a_frozen_tower_has_no_gradients_on_any_stage() -> None:
+    """What is trained is the language model alone: a pipeline divides all of it."""
+    counts, plan = ModelCounts(SHAPE, 2, vision_trained=False), Parallel(tensor=2, data=4, pipeline=4)
+    found = divided(
+        records(vision_trained=False), counts, plan, Parallel(data=8), shard_optimizer=True, micro_batches=2
+    )
+    held = {record.name: record.nbytes for record in found}
+    text = Parallel(tensor=2, pipeline=4).parameters(counts)[0]
+    assert held["gradients"] == pytest.approx(4 * text, rel=1e-6)
+    assert held["optimizer state"] == pytest.approx(12 * text / 4, rel=1e-6)
+
+
+def test_the_state_of_experts_is_shared_among_their_own_copies() -> None:
+    """Four replicas, each with a quarter of the experts: nobody else has their state."""
+    experts = Experts(8, 2)
+    held = by_name(Parallel(tensor=2, data=4, expert=4), experts=experts)
+    counts = ModelCounts(SHAPE, 2, experts)
+    own = counts.expert_parameters / 2 / 4
+    rest = sum(Parallel(tensor=2, data=4, expert=4).parameters(counts)) - own
+    assert held["gradients"] == pytest.approx(4 * (rest + own), rel=1e-6)
+    assert held["optimizer state"] == pytest.approx(12 * (rest / 4 + own), rel=1e-6)
+
+
+def test_a_layer_of_experts_needs_the_room_of_those_that_are_active() -> None:
+    dense, mixed = (by_name(Parallel(tensor=2, data=4), experts=e) for e in (None, Experts(8, 4)))
+    for name in ("layer workspace", "rollout workspace", "response activations"):
+        assert mixed[name] > 1.2 * dense[name], name

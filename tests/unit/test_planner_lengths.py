@@ -81,3 +81,23 @@ def test_quantiles_are_spread_as_draws_are() -> None:
     quantiles = lengths.quantiles(100)
     assert quantiles == pytest.approx(drawn[100::200], rel=0.05)
     assert list(LogNormal(7.0, 0.0).quantiles(3)) == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("mean", "longest", "cap"),
+    [
+        (float("nan"), 10.0, None),
+        (3.0, float("inf"), None),
+        (None, 10.0, None),
+        ("12", 20.0, None),
+        (0.0, 0.0, None),
+        (-5.0, 10.0, None),
+        (40.0, 30.0, None),
+        (100.0, 128.0, 64),  # no log-normal that is cut at 64 has this mean: it was looked for without end
+    ],
+)
+def test_rows_with_lengths_that_no_run_has_are_refused(mean: object, longest: object, cap: int | None) -> None:
+    good = {"completions/mean_length": 20.0, "completions/max_length": 40.0}
+    bad = {"completions/mean_length": mean, "completions/max_length": longest}
+    with pytest.raises(ConfigError, match="leave that row out"):
+        from_metrics([good, bad], 8, cap)

@@ -79,6 +79,26 @@ def test_a_backward_is_one_more_sweep() -> None:
 def test_gradients_are_reduced_and_weights_gathered_once_a_step() -> None:
     (part,) = gradient_traffic(COUNTS, Parallel(data=8))
     assert part.nbytes == COUNTS.parameters * (4 + 2) * 7 / 8
+    (reduced,) = gradient_traffic(COUNTS, Parallel(data=8), sharded=False)
+    assert reduced.nbytes == COUNTS.parameters * (4 + 4) * 7 / 8
+
+
+def test_experts_are_summed_among_those_that_hold_the_same() -> None:
+    """Sixteen experts on four of eight devices each: two copies of an expert, eight of all else."""
+    plan, outside = Parallel(data=8, expert=4), MOE.parameters - MOE.expert_parameters
+    (part,) = gradient_traffic(MOE, plan)
+    assert part.nbytes == pytest.approx(6 * (outside * 7 / 8 + MOE.expert_parameters / 4 / 2))
+    assert plan.optimized(MOE, sharded=True) == pytest.approx(outside / 8 + MOE.expert_parameters / 8)
+    assert plan.optimized(MOE, sharded=False) == pytest.approx(outside + MOE.expert_parameters / 4)
+    alone = Parallel(data=4, expert=4)
+    assert alone.optimized(MOE, sharded=True) == pytest.approx(outside / 4 + MOE.expert_parameters / 4)
+
+
+def test_context_ranks_sum_gradients_over_the_link_that_they_span() -> None:
+    plan, device = Parallel(tensor=8, context=4), hardware("h800")
+    (part,) = gradient_traffic(COUNTS, Parallel(tensor=2, context=4))
+    assert part.nbytes > 0
+    assert plan.span("data") == 25 and device.link(plan.span("data")) == device.inter
 
 
 def test_parameters_of_a_device() -> None:
@@ -111,7 +131,21 @@ def test_every_record_survives_json() -> None:
         assert device.source and device.flops > 1e13 and device.intra.bandwidth >= device.inter.bandwidth
 
 
-@pytest.mark.parametrize("change", [{"flops": "many"}, {"flops": 0}, {"speed": 3}, {"efficiency": {"matmul": -1}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"flops": "many"},
+        {"flops": 0},
+        {"speed": 3},
+        {"efficiency": {"matmul": -1}},
+        {"efficiency": {"matmul": float("inf")}},
+        {"efficiency": {"kernel_s": float("nan")}},
+        {"intra": {"bandwidth": 0, "latency_s": 0}},
+        {"inter": {"bandwidth": "fast", "latency_s": 0}},
+        {"inter": {"bandwidth": 1e9, "latency_s": float("nan")}},
+        {"inter": {"bandwidth": 1e9}},
+    ],
+)
 def test_a_spoilt_calibration_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="calibration|efficiency"):
         hardware_from_facts({**hardware_facts(hardware("h100")), **change})

@@ -72,6 +72,9 @@ def test_every_arrangement_uses_all_devices_and_divides_the_model() -> None:
         8,
     }  # 5 divides 40 query, not 8 KV heads
     assert (splits(32), splits(2), splits(1)) == ([4, 8, 12, 16, 20, 24, 28], [1], [])
+    assert splits(24) == [3, 6, 8, 9, 12, 15, 16, 18, 21]  # whole nodes too
+    assert splits(7) == [1, 2, 3, 4, 5, 6] and splits(24, node=1) == [3, 6, 9, 12, 15, 18, 21]
+    assert all(2 * plan.scoring.devices <= 8 for plan in plans if plan.scoring is not None)
     few = arrangements(degrees_of(workload), 3, 8)
     assert few.left_out["whose replicas do not divide the prompts"] > 0
     assert all(plan.schedule != "hybrid" for plan in arrangements(degrees_of(_workload(8, "beta=0")), 8, 8).plans)
@@ -147,6 +150,15 @@ def test_every_second_and_byte_is_accounted_for(found: Search) -> None:
     assert runner_up["slower_s"] >= 0 and runner_up["differs_in"]
 
 
+def test_causes_add_up_where_a_typical_response_is_one_token() -> None:
+    """The first token comes from the prompt: a typical group decodes for no time, longer ones do."""
+    workload = Workload(on_devices(_config(), 4), Assumptions(hardware("h800"), response_tokens=1, spread=1.5))
+    plan = Arrangement("serial", Parallel(4), Parallel(4))
+    where = breakdown(workload, plan, 0.0)
+    assert where.phases["decode"] > 0
+    assert sum(where.causes.values()) == pytest.approx(sum(where.phases.values())) == pytest.approx(where.seconds)
+
+
 def test_a_schedule_without_an_arrangement_says_why(found: Search) -> None:
     assert found.missing == {}
     one = search(_config(), 1, H800, keep=1)
@@ -161,6 +173,25 @@ def test_a_schedule_without_an_arrangement_says_why(found: Search) -> None:
     assert "fits nowhere under 62.00 GiB" in tight.missing["stream"] and "rollplex" in tight.by_schedule
 
 
+@pytest.mark.parametrize(
+    ("option", "missing"),
+    [
+        ("algorithm.scale_rewards=batch", {"stream": "scale_rewards=batch", "rolloutpipe": "use 'disaggregated'"}),
+        ("algorithm.dynamic_sampling=resample", {"stream": "resample", "rolloutpipe": "use 'disaggregated'"}),
+        ("algorithm.kl_in_reward=on", {"hybrid": "old log-probs"}),
+        ("algorithm.beta=0", {"hybrid": "beta 0"}),
+    ],
+)
+def test_schedules_that_cannot_run_the_step_are_missing_and_the_others_found(
+    option: str, missing: dict[str, str]
+) -> None:
+    found = search(_config(option), 2, H800, keep=1)
+    assert found.by_schedule.keys() | missing.keys() == set(SIMULATED)
+    assert found.missing.keys() == missing.keys()
+    assert all(words in found.missing[name] for name, words in missing.items())
+    assert sum(found.left_out.values()) == found.considered
+
+
 def test_hidden_time_is_the_schedules(found: Search) -> None:
     hidden = {name: breakdown(found.workload, ranked.plan, 0.0).hidden_s for name, ranked in found.by_schedule.items()}
     assert hidden["serial"] == hidden["disaggregated"] == 0
@@ -168,11 +199,15 @@ def test_hidden_time_is_the_schedules(found: Search) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["serial", "rollplex", "stream"])
-def test_memory_is_that_of_the_memory_section(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("devices", "train", "rollout"), [(8, Parallel(4, data=2), Parallel(2, data=4)), (1, Parallel(), Parallel())]
+)
+def test_memory_is_that_of_the_memory_section(schedule: str, devices: int, train: Parallel, rollout: Parallel) -> None:
     """Without a pipeline, colocated: the same records, whichever of the two commands counts them."""
-    config = _config("train_tp=4", "rollout_tp=2", "memory.devices=8", f"memory.schedule={schedule}")
-    workload = _workload(8)
-    plan = Arrangement(schedule, Parallel(4, data=2), Parallel(2, data=4))
+    degrees = f"train_tp={train.tensor}", f"rollout_tp={rollout.tensor}"
+    config = _config(*degrees, f"memory.devices={devices}", f"memory.schedule={schedule}", "memory.cap_gib=null")
+    workload = _workload(devices)
+    plan = Arrangement(schedule, train, rollout)
     (need,) = needs(workload.shape, workload.counts, H800.hardware, plan)
     section = memory_section(config)
     assert need.naive_bytes / GIB == section["naive_gib"]
@@ -242,7 +277,8 @@ def test_the_change_that_a_refusal_names_fits_and_a_smaller_one_does_not() -> No
     caps = [float(change.split("=")[1]) for change in changes if "cap_gib" in change]
     assert gpus and caps
     assert search(config, gpus[0], H800, keep=1).best
-    assert not search(config, gpus[0] // 2, H800, keep=1).by_schedule
+    for fewer in range(2, gpus[0]):
+        assert not search(config, fewer, H800, keep=1).by_schedule
     assert search(_config(f"memory.cap_gib={caps[0]}", "train.micro_batch_tokens=512"), 2, H800, keep=1).best
     lower = _config(f"memory.cap_gib={caps[0] - 0.011:.3f}", "train.micro_batch_tokens=512")
     assert not search(lower, 2, H800, keep=1).by_schedule
@@ -259,3 +295,14 @@ def test_what_cannot_be_searched_is_refused() -> None:
         search(_config("rollout.prompts_per_step=1", "model.build.num_layers=1"), 11, H800)
     with pytest.raises(ConfigError, match=r"num_iterations"):
         search(_config("algorithm.num_iterations=2"), 4, H800)
+
+
+def test_no_smaller_change_of_an_option_would_fit() -> None:
+    """Micro-batches in steps of a response or a prompt, prompts one by one."""
+    tight = ("memory.sequence_parallel=on", "memory.shard_optimizer=on", "train.micro_batch_tokens=16384")
+    message = str(refusal(_config("memory.cap_gib=26", *tight), 2, H800))
+    (tokens,) = re.findall(r"train\.micro_batch_tokens=(\d+)", message)
+    nearest = min(n for n in (*range(0, 16385, 512), *range(0, 16385, 2048)) if n > int(tokens))
+    for value, fits in ((int(tokens), True), (nearest, False)):
+        config = _config("memory.cap_gib=26", *tight[:2], f"train.micro_batch_tokens={value}")
+        assert bool(search(config, 2, H800, keep=1).by_schedule) is fits, value

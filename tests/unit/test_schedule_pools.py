@@ -92,6 +92,7 @@ def _specs(draw: st.DrawFn) -> StepSpec:
         prefix=draw(st.sampled_from(PrefixMode)),
         unit=unit,
         optimizer_steps=1 if unit is None else count // unit,
+        old_logps=unit is None and draw(st.booleans()),
     )
 
 
@@ -123,9 +124,9 @@ def test_every_group_once_under_one_version(
 
 
 def _head(spec: StepSpec) -> Phase:
-    if spec.reference:
-        return Phase.REF_RESPONSE if spec.prefix is PrefixMode.WHOLE else Phase.REF_PREFIX
-    return Phase.ACTOR_RESPONSE if spec.prefix is PrefixMode.WHOLE else Phase.ACTOR_PREFIX
+    if spec.prefix is PrefixMode.WHOLE:
+        return Phase.REF_RESPONSE if spec.reference or spec.old_logps else Phase.ACTOR_RESPONSE
+    return Phase.REF_PREFIX if spec.reference else Phase.ACTOR_PREFIX
 
 
 def _first_passes(journal: Journal, step: int, spec: StepSpec) -> list[int | None]:

@@ -276,12 +276,14 @@ class _Builder:
         shape = self.shape
         act = shape.activations_of(shape.train_tp, sequence_parallel=shape.sequence_parallel)
         pack, batch = self.pack_tokens, self.response_batch
-        layer = max(act.working(pack), act.working_tower(self.pack_visual_tokens))
+        prefix_layer = act.working(pack, shape.chunk_tokens)
+        layer = max(prefix_layer, act.working_tower(self.pack_visual_tokens))
         # Where an eager pass keeps its graph, what a block of the tower needs is in it already.
-        graphed = act.working(pack) if shape.kernels == "eager" else layer
+        graphed = prefix_layer if shape.kernels == "eager" else layer
         forward = graphed if shape.activations == "graph" else layer
         batch_layer = act.working(batch)
-        working = {shape.prefix_producer: forward, Phase.ACTOR_RESPONSE: batch_layer, Phase.PREFIX_BACKWARD: graphed}
+        backward = graphed + self._waiting_gradients(pack)
+        working = {shape.prefix_producer: forward, Phase.ACTOR_RESPONSE: batch_layer, Phase.PREFIX_BACKWARD: backward}
         if shape.reference:
             working |= {Phase.REF_PREFIX: layer, Phase.REF_RESPONSE: batch_layer}
         text = shape.model.text
@@ -306,6 +308,15 @@ class _Builder:
             self._local("layer workspace", working, f"one layer of {pack} prefix or {batch} response tokens"),
             self._local("communication buffers", comm, f"2 gathered hidden states of {max(pack, batch)} tokens"),
         ]
+
+    def _waiting_gradients(self, pack: int) -> int:
+        """Weight gradients of one layer of a pack in chunks: autograd hands none on before the last chunk has added its
+        own. (Of a whole pass a single parameter's waits, which is not counted.)"""
+        shape = self.shape
+        if shape.chunk_tokens is None or pack <= shape.chunk_tokens:
+            return 0
+        decoder = model_bytes.decoder_parameters(shape.model, shape.train_tp)
+        return ceil(decoder / shape.model.text.num_layers) * shape.dtype_bytes
 
     def _prefix_activations(self, act: model_bytes.Activations) -> MemoryRecord:
         """The actor's prefix between its forward and its backward: whole graph, layer inputs, or nothing.

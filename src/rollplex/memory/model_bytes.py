@@ -118,13 +118,25 @@ class Activations:
         mlp = (4 if self._eager else 3) * text.intermediate_size * self.dtype_bytes / self.degree
         return ceil(tokens * (norms + attention + mlp + _LSE_BYTES * text.num_heads / self.degree))
 
-    def working(self, tokens: int) -> int:
+    def working(self, tokens: int, chunk_tokens: int | None = None) -> int:
         """What one layer needs at once beside what is saved: fused, a layer run again; eager, the MLP's 3I and the
-        residual's 2H of a pass without a graph, about the gradients of the same of one with."""
+        residual's 2H of a pass without a graph, about the gradients of the same of one with.
+
+        In chunks of rows (models/row_chunks.py; eager) the more of two moments: attention, with the layer's input, q,
+        keys and values once per query head, and its output in parts and whole, H + 5A; and the MLP of one chunk beside
+        input and output of the layer, q and the attention's output, 2H + 2A.
+        """
         if not self._eager:
             return self.layer(tokens)
         text = self.shape.text
-        return ceil(tokens * (3 * text.intermediate_size / self.degree + 2 * text.hidden_size) * self.dtype_bytes)
+        width, hidden = _width(self.shape) / self.degree, text.hidden_size
+        mlp = 3 * text.intermediate_size / self.degree + 2 * hidden
+        numbers = tokens * mlp
+        if chunk_tokens is not None and chunk_tokens < tokens:
+            chunk = ceil(tokens / ceil(tokens / chunk_tokens))
+            chunked = max(tokens * (hidden + 5 * width), tokens * 2 * (hidden + width) + chunk * mlp)
+            numbers = min(numbers, chunked)
+        return ceil(numbers * self.dtype_bytes)
 
     def working_tower(self, visual_tokens: int) -> int:
         """What one block of the vision tower needs at once in a pass that saves nothing; eager: q, k and v with the
@@ -179,16 +191,22 @@ class Activations:
         return ceil(patches * (numbers * self.dtype_bytes + statistics + rotary))
 
 
+def decoder_parameters(shape: ModelShape, degree: int) -> int:
+    """All decoder layers on one rank, and the final norm: the language model without embedding and head."""
+    rows = shape.text.vocab_size * shape.text.hidden_size * (1 if shape.tied else 2)
+    return rank_parameters(shape, degree).text - ceil(rows / degree)
+
+
 def prefix_flops(shape: ModelShape, prompt_tokens: int, visual_tokens: int) -> float:
     """Operations of one forward of one prompt: 2 per parameter and token (the embedding is a look-up, the head does not
     run), 2 A P^2 per layer for causal attention, and the tower's 2 per parameter and patch. The tower's attention, most
     of it in windows, is left out."""
     text, vision = shape.text, shape.vision
-    parameters = rank_parameters(shape, 1)
-    rows = text.vocab_size * text.hidden_size * (1 if shape.tied else 2)
+    vision_parameters = rank_parameters(shape, 1).vision
     attention = 2.0 * _width(shape) * prompt_tokens**2 * text.num_layers
     patches = visual_tokens * vision.spatial_merge_size**2
-    return 2.0 * (parameters.text - rows) * prompt_tokens + attention + 2.0 * parameters.vision * patches
+    decoder = 2.0 * decoder_parameters(shape, 1) * prompt_tokens
+    return decoder + attention + 2.0 * vision_parameters * patches
 
 
 def _width(shape: ModelShape) -> int:

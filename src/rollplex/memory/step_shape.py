@@ -46,6 +46,7 @@ class StepShape:
     kernels: Literal["eager", "fused"] = "fused"
     local_engine: bool = False  # decodes on the update's own prefixes: PREFILL is the actor's prefix pass
     unit_tokens: int | None = None  # budget of a prefix pass; absent: micro_batch_tokens
+    chunk_tokens: int | None = None  # rows of a layer that run at once in a prefix pass; absent: all
     cached_vision_bytes: int = 0  # features of towers that stand still: the reference's, a frozen one's
 
     @property

@@ -11,36 +11,46 @@ G equally shaped groups, P prefix tokens, N responses of a group (or of G groups
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from rollplex.models.partial_attention import accumulation_dtype, attend, attend_backward
-
-
-def equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(length, count) of maximal runs of equal consecutive lengths. Example: [5, 5, 7] -> [(5, 2), (7, 1)]."""
-    return [(length, len(list(run))) for length, run in groupby(lengths)]
+from rollplex.models.row_chunks import RowChunks, even_parts, joined
 
 
 def causal_attention(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, lengths: Sequence[int], scaling: float
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, chunks: RowChunks, scaling: float
 ) -> torch.Tensor:
-    """Causal self-attention inside each of the packed sequences; (T, H * D). Equal neighbours share one call."""
+    """Causal self-attention inside each of the packed prompts; (T, H * D). Equal neighbours share one call, a prompt
+    longer than a chunk has several."""
     repeat = q_THD.shape[1] // k_TKD.shape[1]
     k_THD, v_THD = k_TKD.repeat_interleave(repeat, dim=1), v_TKD.repeat_interleave(repeat, dim=1)
-    runs = equal_runs(lengths)
+    runs = chunks.runs()
     sizes = [length * count for length, count in runs]
-    outs = []
-    for run, *parts in zip(runs, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True):
-        q, k, v = (t.unflatten(0, (run[1], run[0])).transpose(1, 2) for t in parts)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
-        outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    outs: list[torch.Tensor] = []
+    for (length, count), *parts in zip(runs, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True):
+        q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in parts)
+        outs += [out.transpose(1, 2).flatten(2).flatten(0, 1) for out in _causal_parts(q, k, v, chunks, scaling)]
+    return joined(outs)
+
+
+def _causal_parts(
+    q_NHPD: torch.Tensor, k_NHPD: torch.Tensor, v_NHPD: torch.Tensor, chunks: RowChunks, scaling: float
+) -> Iterator[torch.Tensor]:
+    """(N, H, S, D) of S positions after another; all of them at once unless N is 1."""
+    queries = even_parts(q_NHPD.shape[2], chunks.limit)
+    if len(queries) == 1:
+        yield F.scaled_dot_product_attention(q_NHPD, k_NHPD, v_NHPD, is_causal=True, scale=scaling)
+        return
+    seen = 0
+    for q_NHSD in q_NHPD.split(queries, dim=2):
+        seen += q_NHSD.shape[2]
+        mask, k, v = chunks.mask(q_NHSD.shape[2], seen), k_NHPD[:, :, :seen], v_NHPD[:, :, :seen]
+        yield F.scaled_dot_product_attention(q_NHSD, k, v, attn_mask=mask, scale=scaling)
 
 
 @dataclass(frozen=True, slots=True)

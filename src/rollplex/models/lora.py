@@ -9,8 +9,7 @@ from torch import nn
 
 from rollplex.config import LoraConfig
 from rollplex.errors import ModelError
-
-VISION_PREFIX = "visual."  # a target "visual.qkv" means the linear layers named qkv of the vision tower
+from rollplex.models.lora_targets import target_layers
 
 
 def add_lora(model: Any, config: LoraConfig, *, seed: int, base_path: str | None, freeze_vision: bool = False) -> Any:
@@ -24,7 +23,8 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int, base_path: str | None
         import peft
     except ImportError as error:
         raise ModelError("model.lora needs the package peft: pip install 'rollplex[peft]'") from error
-    targets = _target_layers(model, config, freeze_vision)
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    targets = target_layers(config.target_modules, linear, freeze_vision=freeze_vision)
     peft_config = peft.LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,
@@ -44,30 +44,3 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int, base_path: str | None
 def is_lora(model: Any) -> bool:
     """Whether `model` is wrapped by peft."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def _target_layers(model: Any, config: LoraConfig, freeze_vision: bool) -> list[str]:
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    language = [name for name in linear if ".language_model." in f".{name}"]
-    vision = [name for name in linear if ".visual." in f".{name}"]
-    layers: list[str] = []
-    for target in config.target_modules:
-        in_vision = target.startswith(VISION_PREFIX)
-        if in_vision and freeze_vision:
-            raise ModelError(
-                f"model.lora.target_modules names {target!r}, but model.freeze_vision is true: an adapter there would "
-                "train the frozen tower; remove one of the two"
-            )
-        pool, name = (vision, target.removeprefix(VISION_PREFIX)) if in_vision else (language, target)
-        found = [layer for layer in pool if layer.rsplit(".", 1)[-1] == name]
-        if not found:
-            known = sorted({layer.rsplit(".", 1)[-1] for layer in pool})
-            where = "vision tower" if in_vision else "language model"
-            raise ModelError(
-                f"model.lora.target_modules names {target!r}, which matches no linear layer of the {where}; "
-                f"it has {', '.join(known)}"
-            )
-        layers.extend(found)
-    if not layers:
-        raise ModelError("model.lora.target_modules is empty: nothing would be trained")
-    return layers

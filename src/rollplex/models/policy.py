@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -48,11 +48,14 @@ class Policy:
     """The model, its family adapter, and the version of its weights (bumped by each optimizer step).
 
     `encode_calls` counts prompts whose media went through the vision tower (metric vision/encode_calls).
+    `chunk_tokens`: rows that one kernel of a prompt pass takes, None: all (row_chunks.py). It decides the order of
+    sums, so that it is one for all passes and never changes.
     """
 
-    def __init__(self, model: Any, ranks: TensorRanks = ALONE):
+    def __init__(self, model: Any, ranks: TensorRanks = ALONE, *, chunk_tokens: int | None = None):
         self.model = model
         self.adapter: VlmAdapter = adapter_for(model, ranks)
+        self.chunk_tokens: Final = chunk_tokens
         self.weight_version = 0
         self.encode_calls = 0
         self.vision_frozen = not any(p.requires_grad for p in self.adapter.visual.parameters())

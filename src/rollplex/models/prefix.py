@@ -4,7 +4,8 @@ f_theta(x) = ((K, V) of every layer after RoPE; h, the last position's hidden st
 section 2. Prompts are packed (no padding) up to a token budget; a `PrefixPack` is one such pass. Its lifetime is
     compute -> any number of response passes adding into grad_k, grad_v, grad_h -> one backward -> released.
 Three ways to hold what the backward needs, all exact: keep the graph; checkpoint (keep layer inputs); recompute (keep
-nothing, run the pass again with gradient). In the last layer only the last position runs past its keys and values:
+nothing, run the pass again with gradient). Layers run in chunks of rows where `policy.chunk_tokens` asks for it
+(row_chunks.py), alike in all passes. In the last layer only the last position runs past its keys and values:
 no other output of it is read.
 """
 
@@ -21,9 +22,12 @@ from rollplex.errors import StateError
 from rollplex.models.adapter import VisionFeatures
 from rollplex.models.attention import PrefixKV, accumulation_dtype, causal_attention
 from rollplex.models.policy import Policy
+from rollplex.models.row_chunks import RowChunks, joined
+from rollplex.models.steady import product
 from rollplex.types import PromptSpec
 
 Activations = Literal["graph", "checkpoint", "recompute", "none"]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -139,11 +143,12 @@ def _forward(policy: Policy, specs: Sequence[PromptSpec], *, checkpointed: bool)
         x_TC = x_TC.masked_scatter(visual_T.unsqueeze(-1), vision.embeds.to(x_TC.dtype))
     cos_TD, sin_TD = adapter.rotary(positions_3T, x_TC.dtype)
     last_G = torch.tensor(lengths, device=device).cumsum(0) - 1
+    chunks = RowChunks.of(lengths, policy.chunk_tokens, x_TC)
     keys, values = [], []
     for number, layer in enumerate(adapter.layers):
         is_last = number == adapter.shape.num_layers - 1
         step = _last_layer if is_last else _layer
-        x_TC, k_TKD, v_TKD = run(step, policy, layer, x_TC, cos_TD, sin_TD, lengths, last_G)
+        x_TC, k_TKD, v_TKD = run(step, policy, layer, x_TC, cos_TD, sin_TD, chunks, last_G)
         keys.append(k_TKD)
         values.append(v_TKD)
         if vision is not None and number < len(vision.deepstack):
@@ -170,12 +175,13 @@ def _layer(  # noqa: PLR0913, PLR0917 - a pure function of its inputs, so that i
     x_TC: torch.Tensor,
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
-    lengths: Sequence[int],
+    chunks: RowChunks,
     _last_G: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_THD, k_TKD, v_TKD = policy.adapter.qkv(layer, x_TC, cos_TD, sin_TD)
-    mixed_TC = causal_attention(q_THD, k_TKD, v_TKD, lengths, policy.adapter.shape.scaling)
-    return policy.adapter.finish(layer, x_TC, mixed_TC), k_TKD, v_TKD
+) -> Triple:
+    q_THD, k_TKD, v_TKD = _qkv(policy, layer, chunks, x_TC, cos_TD, sin_TD)
+    mixed_TC = causal_attention(q_THD, k_TKD, v_TKD, chunks, policy.adapter.shape.scaling)
+    x_TC = joined([policy.adapter.finish(layer, *rows) for rows in chunks.rows(x_TC, mixed_TC)])
+    return x_TC, k_TKD, v_TKD
 
 
 def _last_layer(  # noqa: PLR0913, PLR0917 - same signature as _layer
@@ -184,19 +190,26 @@ def _last_layer(  # noqa: PLR0913, PLR0917 - same signature as _layer
     x_TC: torch.Tensor,
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
-    lengths: Sequence[int],
+    chunks: RowChunks,
     last_G: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_THD, k_TKD, v_TKD = policy.adapter.qkv(layer, x_TC, cos_TD, sin_TD)
+) -> Triple:
+    q_THD, k_TKD, v_TKD = _qkv(policy, layer, chunks, x_TC, cos_TD, sin_TD)
     shape = policy.adapter.shape
     repeat = shape.num_heads // shape.num_kv_heads
     mixed = []
-    for number, (k_PKD, v_PKD) in enumerate(zip(k_TKD.split(lengths), v_TKD.split(lengths), strict=True)):
+    for number, (k_PKD, v_PKD) in enumerate(zip(k_TKD.split(chunks.lengths), v_TKD.split(chunks.lengths), strict=True)):
         q_KED = q_THD[last_G[number]].unflatten(0, (-1, repeat))
-        scores_KEP = torch.matmul(q_KED * shape.scaling, k_PKD.permute(1, 2, 0))
+        scores_KEP = product(q_KED * shape.scaling, k_PKD.permute(1, 2, 0))
         weights_KEP = scores_KEP.softmax(-1, dtype=accumulation_dtype(scores_KEP.dtype)).to(scores_KEP.dtype)
-        mixed.append(torch.matmul(weights_KEP, v_PKD.transpose(0, 1)).flatten())
+        mixed.append(product(weights_KEP, v_PKD.transpose(0, 1)).flatten())
     return policy.adapter.finish(layer, x_TC[last_G], torch.stack(mixed)), k_TKD, v_TKD
+
+
+def _qkv(policy: Policy, layer: Any, chunks: RowChunks, *tensors: torch.Tensor) -> Triple:
+    """Of all rows, from their hidden states and rotary tables."""
+    parts = [policy.adapter.qkv(layer, *rows) for rows in chunks.rows(*tensors)]
+    q_THD, k_TKD, v_TKD = (joined(part) for part in zip(*parts, strict=True))
+    return q_THD, k_TKD, v_TKD
 
 
 def _plain(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,8 +9,9 @@ Degrees of each side, which all divide what they are of:
     data      what is left: whole replicas
 
 Colocated, the rollout's tensor, pipeline and expert degrees divide training's (one backing for both, weights/layout.py)
-and the blocks divide the prompts. Pools are split at eighths of the devices; a pool of the reference beside colocated
-blocks (`hybrid`) has one to four of them, tensor and data parallelism only, and replicas that blocks can share evenly.
+and the blocks divide the prompts. Pools are split at eighths of the devices, and at the whole nodes nearest to
+these; a pool of the reference beside colocated blocks (`hybrid`) has up to half of the devices, tensor and data
+parallelism only, and replicas that blocks can share evenly.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from rollplex.planner.parallel import Parallel
 from rollplex.planner.workload import COLOCATED, HYBRID, POOLS, Arrangement
 
 _SPLITS = 8
-# The reference computes a third of what training does, so half of the devices for it is more than enough.
-_REFERENCE_SPLITS = 4
 # An assumption: with fewer tokens a device the ring waits for its latencies, and the search only grows.
 LEAST_PART = 4096
 
@@ -43,15 +42,17 @@ class Considered:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """The degrees to choose from for one model and step. Example: Degrees(counts, prompt_tokens=8192).sides(32)
+    """The degrees to choose from for one model and step. Example: Degrees(counts, prompt_tokens=8192).training(32)
 
     prompt_tokens: of the longest prompt. sequence: training's sequence parallelism. reference: whether there is one.
+    node: devices of a node.
     """
 
     counts: ModelCounts
     prompt_tokens: int
     sequence: bool = True
     reference: bool = True
+    node: int = 8
 
     def training(self, devices: int) -> Iterator[Parallel]:
         """All degrees of training on exactly `devices` devices."""
@@ -89,7 +90,7 @@ def arrangements(degrees: Degrees, prompts: int, devices: int) -> Considered:
             found.plans += [Arrangement(name, train, rollout) for name in COLOCATED]
     if degrees.reference:
         _add_hybrid(found, degrees, prompts, devices)
-    for sampling in splits(devices):
+    for sampling in splits(devices, degrees.node):
         rollouts = list(degrees.rollout(sampling))
         for train in degrees.training(devices - sampling):
             for rollout in rollouts:
@@ -101,7 +102,9 @@ def arrangements(degrees: Degrees, prompts: int, devices: int) -> Considered:
 
 
 def _add_hybrid(found: Considered, degrees: Degrees, prompts: int, devices: int) -> None:
-    for reference in splits(devices)[:_REFERENCE_SPLITS]:
+    for reference in splits(devices, degrees.node):
+        if 2 * reference > devices:  # it computes a third of what training does: half is more than enough
+            break
         scorings = [p for p in degrees.training(reference) if p.pipeline == p.context == p.expert == 1]
         for train, rollout in _colocated(degrees, devices - reference):
             if prompts % train.data:
@@ -114,9 +117,11 @@ def _add_hybrid(found: Considered, degrees: Degrees, prompts: int, devices: int)
                     found.plans.append(Arrangement(HYBRID, train, rollout, scoring))
 
 
-def splits(devices: int) -> list[int]:
-    """Devices of the rollout pool. Example: 4, 8, .. 28 of 32; 1 of 2."""
-    return sorted({devices * part // _SPLITS for part in range(1, _SPLITS)} - {0})
+def splits(devices: int, node: int = 8) -> list[int]:
+    """Devices of one of two pools, rising. Example: 4, 8, .. 28 of 32; 1 of 2; of 24 in nodes of 8 also 8 and 16."""
+    eighths = {devices * part // _SPLITS for part in range(1, _SPLITS)}
+    nodes = {round(part / node) * node for part in eighths}
+    return sorted(part for part in eighths | nodes if 0 < part < devices)
 
 
 def _colocated(degrees: Degrees, devices: int) -> Iterator[tuple[Parallel, Parallel]]:

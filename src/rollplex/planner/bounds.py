@@ -2,20 +2,22 @@
 
 The formulation is the survey's (research/rl_systems.md 4, arXiv 2608.27046), by Brent's and Graham's theorems: work W
 is device-seconds, depth D the seconds of the longest chain of tasks that cannot be divided on a plan. A stage's tasks
-are its groups, each on one replica; a response's tokens are a chain of their own:
+are its groups, each on one replica:
 
 | stage | W | D |
 |---|---|---|
-| generation | prompt passes; operations and cache reads of all tokens | longest prompt pass + longest response x step |
+| generation | prompt passes; operations and cache reads of all tokens | one group on an engine of its own |
 | reward | groups x verifier | 1 verifier |
 | scoring (reference and old log-probs, values) | passes of all groups | one group's passes |
 | training | forward, backward, prefix backward of all groups | one group's, and the optimizer step |
 | publish | - | what is received, and log p hops |
 
-A decode step's depth is what it takes for a single row: weights, launches, collectives, sampling. What a token adds on
-its own (operations, cache) is work. The lower bound counts operations and cache reads as overlapping, the upper as
-not: both kinds of kernel are in a step. The bound assumes that groups may run on any replica; the estimate has them
-assigned beforehand, so it can exceed the upper bound where loads are uneven, and the table then shows it. A reference
+Of generation a group's share is its prompt pass, its tokens, and a step for each token of its longest response. A step
+takes what it takes for a single row: weights, launches, collectives, sampling. What a token adds on its own
+(operations, cache) is work. Where an engine has fewer places than rows (rollout.max_decode_rows), the time of a step is
+paid anew for each fill of all places: work, in the upper bound. The lower bound counts operations and cache reads as
+overlapping, the upper as not: both kinds of kernel are in a step. The upper bound is that of groups that go to any
+replica that is free; the estimate deals them out beforehand, which is the same for groups that are alike. A reference
 with devices of its own is a stage of its own.
 """
 
@@ -44,7 +46,7 @@ class Stage:
 
     @property
     def lower_s(self) -> float:
-        """No schedule on these devices is faster: W / p. (Nor is one faster than D.)"""
+        """No schedule on these devices is faster: W / p."""
         return self.work_s / self.devices
 
     @property
@@ -70,26 +72,26 @@ def stages(cost: StepCost) -> tuple[Stage, ...]:
 def _generation(cost: StepCost) -> Stage:
     side, groups, seconds = cost.rollout, cost.groups, cost.durations()
     prefill = [seconds(Task(Phase.PREFILL, g)) for g in range(len(groups))]
-    least = most = 0.0
-    for group in groups:
+    one = side.decode_step(Rows(1, 1, 1, 1)).total
+    rows = sum(len(group.responses) for group in groups[:: side.plan.data])
+    filled = 0.0 if cost.max_rows is None or cost.max_rows >= rows else one / cost.max_rows  # a token's, of full steps
+    least, most, depth = 0.0, 0.0, 0.0
+    for taken_in, group in zip(prefill, groups, strict=True):
         fed = sum(n - 1 for n in group.responses)
         pairs = sum((n - 1) * (group.prompt.tokens + n / 2) for n in group.responses)
         longest = max(group.responses) - 1
         shared = group.prompt.tokens * longest + sum((n - 1) * n / 2 for n in group.responses)
         work = side.decode_work(Rows(fed, 1, pairs, shared if cost.shared_prompts else pairs))
-        least += work.overlapped
-        most += work.apart
-    one = side.decode_step(Rows(1, 1, 1, 1)).total
-    longest_chain = max(p + one * (max(g.responses) - 1) for p, g in zip(prefill, groups, strict=True))
+        tokens = work.apart + filled * fed
+        least, most = least + work.overlapped, most + tokens
+        depth = max(depth, taken_in + one * longest + tokens)
     replica, engines = side.plan.replica, side.plan.data
     estimate = max(
         sum(prefill[e::engines]) + max(cost.engine_ends[e].groups, default=0.0)
         for e in range(min(engines, len(groups)))
     )
     prompts = sum(prefill) * replica
-    return Stage(
-        "generation", side.plan.devices, prompts + least * replica, prompts + most * replica, longest_chain, estimate
-    )
+    return Stage("generation", side.plan.devices, prompts + least * replica, prompts + most * replica, depth, estimate)
 
 
 def _passes(cost: StepCost, name: str, phases: Iterable[Phase], *, devices: int, replica: int) -> Stage:

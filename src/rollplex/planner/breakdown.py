@@ -11,7 +11,8 @@ as the cost model divides that phase (cost.Seconds), and these parts are the cau
     decode tail  decoding while fewer than half as many groups decode as ever did, whatever it is spent on
     memory       copies and rebuilding that the memory plan exposes
     waiting      nothing runs: the slowest block is waited for
-Parts of phases and causes both add up to the step.
+Parts of phases and causes both add up to the step. A decode step is divided as one that reads the prompt of a group
+once.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def traffic(cost: StepCost) -> dict[str, float]:
             if name == "rollout":  # each token of each response goes through the layers once
                 for part in sweep_traffic(side.counts, side.plan, sum(n - 1 for n in group.responses)):
                     found[f"{name}, {part.axis} parallelism"] += count * part.nbytes / side.plan.data
-    for part in gradient_traffic(cost.train.counts, cost.train.plan):
+    for part in gradient_traffic(cost.train.counts, cost.train.plan, sharded=cost.shard_optimizer):
         found["gradients summed and weights gathered over replicas"] += part.nbytes
     found["weights published to the rollout"] += cost.publish_bytes
     return {name: size for name, size in found.items() if size}
@@ -157,7 +158,11 @@ def _busy(spans: Sequence[Span], start_s: float, end_s: float, sampling: bool) -
 
 
 def _parts(cost: StepCost, phase: str) -> tuple[list[tuple[str, float]], float]:
-    """What the cost model makes of a phase of a typical group: seconds with their causes, and their sum."""
-    found = cost.task(Task(Phase(phase)) if phase in PER_STEP else Task(Phase(phase), 0))
+    """What the cost model makes of a phase of a typical group: seconds with their causes, and their sum. Of decoding a
+    step: a typical response may be a single token, which takes none."""
+    if phase == Phase.DECODE:
+        found = cost.typical_step(0)
+    else:
+        found = cost.task(Task(Phase(phase)) if phase in PER_STEP else Task(Phase(phase), 0))
     parts = [(_CAUSE_OF[part.name], float(getattr(found, part.name))) for part in fields(Seconds)]
     return [(cause, seconds) for cause, seconds in parts if seconds], found.total

@@ -57,7 +57,8 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class TokenSeconds:
-    """Seconds of tokens on their own: attention and cache reads overlapping, or one after the other."""
+    """Seconds of tokens on their own: attention and cache reads overlapping and experts read by others anyway, or one
+    after the other and each token's experts for it alone."""
 
     overlapped: float
     apart: float
@@ -105,7 +106,8 @@ class Side:
         return (roofline(work, self._decoding) + network).scaled(self.plan.pipeline) + host
 
     def decode_work(self, rows: Rows) -> TokenSeconds:
-        """What the tokens of `rows` take of an engine on their own, weights, launches and collectives left aside."""
+        """What the tokens of `rows` take of an engine on their own; weights of all rows, launches and latencies left
+        aside."""
         work = self._text(self.counts.decode_step(rows.rows, rows.pairs, rows.cached_tokens))
         hardware = self._decoding
         products = work.matmul_flops / hardware.matmul_rate
@@ -115,8 +117,10 @@ class Side:
         )
         rest = work.stream_bytes / hardware.byte_rate + sent
         factor = self.plan.pipeline
+        # Rows that go to the same experts read them together; at worst no two do.
+        experts = rows.rows * self.counts.token_expert_bytes * self._weight_share / hardware.byte_rate
         return TokenSeconds(
-            (products + max(attention, cache) + rest) * factor, (products + attention + cache + rest) * factor
+            (products + max(attention, cache) + rest) * factor, (products + attention + cache + rest + experts) * factor
         )
 
     @cached_property
@@ -154,7 +158,8 @@ class StepCost:
     (decoding.py). engines: rollout engines, `rollout.plan.data` of them; group g decodes on engine g mod engines, with
     all groups of that engine. publish_bytes: what the busiest rollout device receives (publishing.py), over the link
     within a node or between nodes. host_state_bytes: optimizer state of a device that streams from the host and back.
-    scoring: where the reference has devices of its own; None: on training's.
+    shard_optimizer: replicas share the optimizer state out; off: each has and moves all of it. scoring: where the
+    reference has devices of its own; None: on training's.
     """
 
     train: Side
@@ -167,6 +172,7 @@ class StepCost:
     publish_bytes: float = 0.0
     publish_within_node: bool = True
     host_state_bytes: float = 0.0
+    shard_optimizer: bool = True
     scoring: Side | None = None
 
     def side(self, phase: Phase) -> Side:
@@ -210,7 +216,7 @@ class StepCost:
     def decode(self, group: int) -> Seconds:
         """From the engine's first step to the group's last token: all groups of the engine decode from the start."""
         end_s = self.engine_ends[group % self.engines].groups[group // self.engines]
-        return _split(self._typical_step(group), end_s)
+        return _split(self.typical_step(group), end_s)
 
     @property
     def engines(self) -> int:
@@ -233,14 +239,12 @@ class StepCost:
 
     @cached_property
     def optimizer(self) -> Seconds:
-        """Gradients summed across replicas, AdamW on each device's share of the state, weights gathered; for PPO the
-        critic's besides."""
+        """Gradients summed across replicas, AdamW on a device's state, and where that is a share of it, weights
+        gathered; for PPO the critic's besides."""
         side, plan = self.train, self.train.plan
-        text, vision = plan.parameters(side.counts)
-        trained = text + (vision if side.counts.vision_trained else 0)
-        own = trained / (plan.data * plan.context)
+        own = plan.optimized(side.counts, sharded=self.shard_optimizer)
         moved = Work(stream_bytes=optimizer_bytes(own, side.counts.dtype_bytes), kernels=10)
-        traffic = gradient_traffic(side.counts, plan)
+        traffic = gradient_traffic(side.counts, plan, sharded=self.shard_optimizer)
         once = roofline(moved, side.hardware) + Seconds(network=network_seconds(traffic, plan, side.hardware))
         models = 2 if self.algorithm.kind == "ppo" else 1
         streamed = Seconds(host=self.host_state_bytes / side.hardware.host_bandwidth)  # both directions at once
@@ -255,7 +259,7 @@ class StepCost:
         link = hardware.intra if self.publish_within_node else hardware.inter
         return Seconds(network=self.publish_bytes / (link.bandwidth * hardware.efficiency.link) + link.latency_s)
 
-    def _typical_step(self, group: int) -> Seconds:
+    def typical_step(self, group: int) -> Seconds:
         """A decode step of the group's engine with all rows half way, for where the time goes."""
         members = self.groups[group % self.engines :: self.engines]
         rows = sum(len(g.responses) for g in members)

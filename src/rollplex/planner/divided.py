@@ -4,12 +4,14 @@
 
 | record | left on a device |
 |---|---|
-| weights, gradients, reference | its parameters under the plan / under tensor parallelism alone |
-| optimizer state | as the weights; / context too where it is sharded among replicas |
+| weights, reference | its parameters under the plan / under tensor parallelism alone |
+| gradients | its trained parameters, likewise |
+| optimizer state | as gradients; sharded: among all that hold the same, context ranks too, of experts fewer |
 | rollout KV cache | 1 / pipeline |
 | boundaries, their gradients, prefix activations | 1 / (pipeline x context): own layers, own part of the prompt |
 | response activations | 1 / context, and min(p, m) / p: 1F1B holds p micro-batches of L / p layers on the first stage |
-| logits, workspaces, buffers | 1 / context |
+| logits, buffers | 1 / context |
+| workspaces of a layer | 1 / context in training, all of it in the rollout |
 Activations of experts are those of an MLP as wide as the active ones together.
 """
 
@@ -54,33 +56,43 @@ class _Shares:
         if name == "rollout KV cache":
             return 1.0 / self.rollout.pipeline
         if name == "rollout workspace":
-            return 1.0
+            return self._wider(self.rollout, sequence=False)
         if name.startswith("actor weights, rollout"):
             return self._weights(self.rollout)
-        if "weights" in name or name == "gradients":
+        if "weights" in name:
             return self._weights(train)
-        if name == "optimizer state":
-            return self._weights(train) * (context if self.shard_optimizer else 1.0)
+        if name in ("gradients", "optimizer state"):
+            return self._trained(sharded=self.shard_optimizer and name == "optimizer state")
         if "boundary" in name:
             return context / train.pipeline
         if name == "prefix activations":
-            return context / train.pipeline * self._wider
+            return context / train.pipeline * self._wider(train, train.sequence)
         if name == "response activations":
-            return context * min(train.pipeline, self.micro_batches) / train.pipeline * self._wider
+            return (
+                context * min(train.pipeline, self.micro_batches) / train.pipeline * self._wider(train, train.sequence)
+            )
+        if name == "layer workspace":
+            return context * self._wider(train, train.sequence)
         return context if name != "gradient reduction bucket" else 1.0
 
     def _weights(self, plan: Parallel) -> float:
         return sum(plan.parameters(self.counts)) / rank_parameters(self.counts.shape, plan.tensor).total
 
-    @property
-    def _wider(self) -> float:
+    def _trained(self, *, sharded: bool) -> float:
+        """Of what tensor parallelism and, sharded, the replicas alone leave."""
+        whole = rank_parameters(self.counts.shape, self.train.tensor)
+        counted = whole.total if self.counts.vision_trained else whole.text
+        held = self.train.trained_copies(self.counts)
+        return sum(size * (self.train.data / copies if sharded else 1.0) for size, copies in held) / counted
+
+    def _wider(self, plan: Parallel, sequence: bool) -> float:
+        """What a layer of experts keeps over one with an MLP as wide as a single expert."""
         experts, text = self.counts.experts, self.counts.shape.text
         if experts is None:
             return 1.0
         active = dataclasses.replace(text, intermediate_size=experts.active * text.intermediate_size)
         shapes = (dataclasses.replace(self.counts.shape, text=active), self.counts.shape)
-        degree, sequence = self.train.tensor, self.train.sequence
-        many, one = (Activations(shape, self.counts.dtype_bytes, degree, sequence).layer(1024) for shape in shapes)
+        many, one = (Activations(shape, self.counts.dtype_bytes, plan.tensor, sequence).layer(1024) for shape in shapes)
         return many / one
 
 

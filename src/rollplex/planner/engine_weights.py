@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from rollplex.config import Config, ModelConfig
+from rollplex.models.lora_targets import target_layers
 from rollplex.models.shapes import shape_of
 from rollplex.models.shard_plan import Kind, shard_plan
 from rollplex.planner.memory import refuse_experts
@@ -25,10 +26,12 @@ from rollplex.weights.lending import (
     EngineTensor,
     LoanTerms,
     Way,
+    cut_otherwise,
     decide,
 )
 
 _LOOKED_UP = ("embed_tokens", "pos_embed")  # tables: nothing multiplies by them
+_TABLES = tuple(f"{name}.weight" for name in _LOOKED_UP)
 
 
 def engine_weight_facts(config: Config) -> dict[str, Any]:
@@ -42,10 +45,11 @@ def engine_weight_facts(config: Config) -> dict[str, Any]:
     shape = shape_of(config.model)
     refuse_experts(shape, "publish")
     layout, degree = plan_sharing(shard_plan(shape), WHOLE).device(0), config.sharing.rollout_tp
-    names = [member.name for placement in layout.placements for member in placement.unit.members]
+    members = (member for placement in layout.placements for member in placement.unit.members)
+    matrices = [member.name for member in members if len(member.shape) == 2]
     facts: dict[str, Any] = {"engine": "vllm", "rollout_tp": degree, "servers": config.rollout.vllm.servers}
     for device in ("cpu", "cuda") if config.run.device == "auto" else (config.run.device,):
-        terms = LoanTerms(layout, config.model.dtype, device, _adapted(config.model, names))
+        terms = LoanTerms(layout, config.model.dtype, device, _adapted(config.model, matrices))
         layers = list(_layers(config, layout.placements, degree, device, tied=shape.tied))
         sharing = EngineSharing((tuple(decide(layer, terms, rank=0, degree=degree) for layer in layers),))
         ways = {str(way): sharing.nbytes(way) for way in Way}
@@ -87,12 +91,9 @@ def _layers(
         cut = matrix and not table and degree > 1 and parts[0].unit.kind is Kind.VISION
         tensors = tuple(_tensor(part, degree, dtype) for part in parts)
         packed = device == "cpu" and matrix and not table
-        yield EngineLayer(name, device, tensors, packed, fixed or (_CUT if cut else ""))
+        yield EngineLayer(name, device, tensors, packed, fixed or (cut_otherwise(degree) if cut else ""))
         if tied and device == "cpu" and name.endswith("embed_tokens"):
             yield EngineLayer("lm_head", device, tensors, True, fixed)
-
-
-_CUT = "the engine cuts or lays it out otherwise than training"
 
 
 def _tensor(placement: Placement, degree: int, dtype: str) -> EngineTensor:
@@ -107,14 +108,10 @@ def _tensor(placement: Placement, degree: int, dtype: str) -> EngineTensor:
     return EngineTensor(unit.name.rpartition(".")[2], sources, dtype, shape, tuple(strides))
 
 
-def _adapted(model: ModelConfig, names: list[str]) -> dict[str, str]:
-    """Weights that adapters are merged into, as models/lora.py finds the layers of model.lora.target_modules."""
+def _adapted(model: ModelConfig, matrices: list[str]) -> dict[str, str]:
+    """Weights that adapters are merged into."""
     if model.lora is None:
         return {}
-    found = {}
-    for target in model.lora.target_modules:
-        inside, _, leaf = target.rpartition(".")
-        for name in names:
-            if name.endswith(f".{leaf}.weight") and (".visual." in name) == (inside == "visual"):
-                found[name] = ADAPTED
-    return found
+    linear = [name.removesuffix(".weight") for name in matrices if not name.endswith(_TABLES)]
+    layers = target_layers(model.lora.target_modules, linear, freeze_vision=model.freeze_vision)
+    return {f"{layer}.weight": ADAPTED for layer in layers}

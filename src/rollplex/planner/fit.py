@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from functools import cached_property
 from math import ceil
 
 from rollplex.memory.contract import step_records
@@ -34,9 +35,10 @@ from rollplex.schedule.spec import REFERENCE, Phase
 _POOL_TIMELINES = {"rolloutpipe": STREAM}
 _ROLLOUT_WEIGHTS = "actor weights, rollout layout"
 _ENGINE = "rollout "  # how the records of the cache and the workspace begin
+_TRAINING_POOL, _ROLLOUT_POOL, _REFERENCE_POOL = "training pool", "rollout pool", "reference pool"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Need:
     """What one kind of device would hold, before anything is decided."""
 
@@ -44,12 +46,12 @@ class Need:
     records: tuple[MemoryRecord, ...]
     timeline: Timeline
 
-    @property
+    @cached_property
     def naive_bytes(self) -> int:
         """Peak with every record kept."""
         return unplanned(self.records, self.timeline).peak_bytes
 
-    @property
+    @cached_property
     def least_bytes(self) -> int:
         """Below the peak of any plan: each record at its least in each segment, whichever choice that takes."""
         least = [0] * len(self.timeline.segments)
@@ -68,7 +70,7 @@ class Need:
             return None
         return plan_under(self.records, self.timeline, cap_bytes)
 
-    @property
+    @cached_property
     def smallest_cap(self) -> int:
         """The least peak of any plan, in bytes."""
         return smallest_cap(self.records, self.timeline).cap_bytes
@@ -82,14 +84,23 @@ class Fit:
     naive_bytes: int
     plan: MemoryPlan
 
+    def at_peaks(self) -> dict[str, tuple[int, int]]:
+        """Bytes of each record in the plan's fullest segment, and in the fullest where all is kept: both add up."""
+        plan, naive = self.plan, self._naive
+        fullest, other = (each.segment_bytes.index(each.peak_bytes) for each in (plan, naive))
+        return {
+            record.name: (
+                held_in(record, plan.choices[record.name], plan.timeline)[fullest],
+                held_in(record, record.keep, plan.timeline)[other],
+            )
+            for record in plan.records
+        }
+
     def peak_by_class(self) -> dict[str, int]:
         """Bytes by class of object in the fullest segment; they add up to the peak."""
-        plan = self.plan
-        fullest = plan.segment_bytes.index(plan.peak_bytes)
-        found: dict[str, int] = {}
-        for record in plan.records:
-            size = held_in(record, plan.choices[record.name], plan.timeline)[fullest]
-            found[str(record.kind)] = found.get(str(record.kind), 0) + size
+        held, found = self.at_peaks(), dict[str, int]()
+        for record in self.plan.records:
+            found[str(record.kind)] = found.get(str(record.kind), 0) + held[record.name][0]
         return found
 
     @property
@@ -98,31 +109,75 @@ class Fit:
         return self.plan.timeline.labels[self.plan.segment_bytes.index(self.plan.peak_bytes)]
 
     @property
+    def naive_fullest(self) -> str:
+        """Phases of the fullest segment where all is kept."""
+        naive = self._naive
+        return naive.timeline.labels[naive.segment_bytes.index(naive.peak_bytes)]
+
+    @property
+    def _naive(self) -> MemoryPlan:
+        return unplanned(self.plan.records, self.plan.timeline)
+
+    @property
     def moved(self) -> dict[str, str]:
         """What is not simply kept: policy by record."""
         choices = self.plan.choices.items()
         return {name: str(choice.policy) for name, choice in choices if choice.policy is not Policy.KEEP}
 
 
-def needs(shape: StepShape, counts: ModelCounts, hardware: Hardware, plan: Arrangement) -> tuple[Need, ...]:
-    """What each kind of device holds under `plan`. shape: of the step; its devices and degrees become the plan's."""
-    own = shape if plan.scoring is None else dataclasses.replace(shape, reference=False)
-    records = _Records(own, counts, hardware, plan, plan.train)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of device of an arrangement. Parts with one `key` hold the same."""
+
+    where: str
+    timeline: Timeline
+    plan: Arrangement
+
+    @property
+    def key(self) -> tuple[str, str, Parallel | None, Parallel | None]:
+        """What its need depends on."""
+        plan = self.plan
+        sides: dict[str, tuple[Parallel | None, Parallel | None]] = {
+            _TRAINING_POOL: (plan.train, None),
+            _ROLLOUT_POOL: (plan.rollout, None),
+            _REFERENCE_POOL: (plan.scoring, None),
+        }
+        return (self.where, self.timeline.name, *sides.get(self.where, (plan.train, plan.rollout)))
+
+    def need(self, shape: StepShape, counts: ModelCounts, hardware: Hardware) -> Need:
+        """What it holds. shape: of the step; its devices and degrees become the plan's."""
+        plan, timeline = self.plan, self.timeline
+        if self.where == _REFERENCE_POOL:
+            assert plan.scoring is not None  # parts() makes one only where there is
+            return self._need(_Records(shape, counts, hardware, plan, plan.scoring).of_reference(timeline))
+        own = shape if plan.scoring is None else dataclasses.replace(shape, reference=False)
+        records = _Records(own, counts, hardware, plan, plan.train)
+        if self.where == _ROLLOUT_POOL:
+            return self._need(tuple(map(_own_copy, records.of_rollout(timeline))))
+        training = records.of_training(timeline)
+        if self.where == _TRAINING_POOL:
+            return self._need(tuple(_own_copy(record) for record in training if record.name != _ROLLOUT_WEIGHTS))
+        rollout = [record for record in records.of_rollout(timeline) if record.name != _ROLLOUT_WEIGHTS]
+        return self._need((*training, *rollout))
+
+    def _need(self, records: tuple[MemoryRecord, ...]) -> Need:
+        return Need(self.where, records, self.timeline)
+
+
+def parts(plan: Arrangement) -> tuple[Part, ...]:
+    """The kinds of device of `plan`."""
     if plan.pools:
-        timeline = _POOL_TIMELINES.get(plan.schedule, SERIAL)
-        training = tuple(record for record in records.of_training(timeline) if record.name != _ROLLOUT_WEIGHTS)
-        return (
-            Need("training pool", tuple(map(_own_copy, training)), timeline),
-            Need("rollout pool", tuple(map(_own_copy, records.of_rollout(SERIAL))), SERIAL),
-        )
-    timeline = TIMELINES[plan.schedule] if plan.scoring is None else SERIAL
-    rollout = [record for record in records.of_rollout(timeline) if record.name != _ROLLOUT_WEIGHTS]
-    held = (*records.of_training(timeline), *rollout)
+        training = _POOL_TIMELINES.get(plan.schedule, SERIAL)
+        return (Part(_TRAINING_POOL, training, plan), Part(_ROLLOUT_POOL, SERIAL, plan))
     if plan.scoring is None:
-        return (Need("every device", held, timeline),)
+        return (Part("every device", TIMELINES[plan.schedule], plan),)
     # The reference works whenever groups are complete, and holds all that it works on.
-    reference = _Records(shape, counts, hardware, plan, plan.scoring).of_reference(SERIAL)
-    return (Need("sampling and training", held, timeline), Need("reference pool", reference, SERIAL))
+    return (Part("sampling and training", SERIAL, plan), Part(_REFERENCE_POOL, SERIAL, plan))
+
+
+def needs(shape: StepShape, counts: ModelCounts, hardware: Hardware, plan: Arrangement) -> tuple[Need, ...]:
+    """What each kind of device holds under `plan`."""
+    return tuple(part.need(shape, counts, hardware) for part in parts(plan))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,9 +216,7 @@ class _Records:
         return tuple(map(_own_copy, found))
 
     def _shape(self, devices: int, train_tp: int, rollout_tp: int) -> StepShape:
-        return dataclasses.replace(
-            self.shape, devices=devices, train_tp=train_tp, rollout_tp=rollout_tp, separate_engine=True
-        )
+        return dataclasses.replace(self.shape, devices=devices, train_tp=train_tp, rollout_tp=rollout_tp)
 
     def _counted(self, shape: StepShape, timeline: Timeline) -> tuple[MemoryRecord, ...]:
         device = self.hardware

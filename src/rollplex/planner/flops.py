@@ -94,6 +94,12 @@ class ModelCounts:
         return 0 if self.experts is None else self.shape.text.num_layers * self.experts.count * self._mlp
 
     @property
+    def token_expert_bytes(self) -> float:
+        """Weights of the experts that one token needs, in all layers; 0 for a dense model."""
+        active = 0 if self.experts is None else self.experts.active
+        return float(self.shape.text.num_layers * active * self._mlp * self.dtype_bytes)
+
+    @property
     def trained_parameters(self) -> int:
         """Those with gradients and optimizer state."""
         return self.text_parameters + (self.vision_parameters if self.vision_trained else 0)

@@ -39,6 +39,11 @@ class Link:
     latency_s: float
 
 
+# Fields that must be above 0; the others are costs, which may be nothing.
+_REACHED = ("matmul", "attention", "memory", "link", "decode")
+_POSITIVE = ("flops", "memory_bytes", "memory_bandwidth", "host_bandwidth", "devices_per_node")
+
+
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """What of the peaks is reached, in parts of 1, and what every launch costs on top. All but `link` can be fitted.
@@ -58,7 +63,7 @@ class Efficiency:
     decode_kernels: float = 1.0  # launches in decode steps, as a part of `kernel_s`: another program than passes
 
     def __post_init__(self) -> None:
-        for name in ("matmul", "attention", "memory", "link", "decode"):
+        for name in _REACHED:
             if not 0 < getattr(self, name):
                 raise ConfigError(f"efficiency {name} is {getattr(self, name)}, needed above 0")
         if min(self.kernel_s, self.decode_step_s, self.decode_kernels) < 0:
@@ -193,8 +198,13 @@ def hardware_from_facts(facts: dict[str, Any]) -> Hardware:
         device = Hardware(**{**facts, **parts, "efficiency": Efficiency(**facts["efficiency"])})
     except (KeyError, TypeError) as error:
         raise ConfigError(f"a calibration file needs the fields of a Hardware record: {error}") from error
-    for name in ("flops", "memory_bytes", "memory_bandwidth", "host_bandwidth", "devices_per_node"):
-        value = getattr(device, name)
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigError(f"a calibration file has {name} {value!r}, needed a positive number")
+    numbers = {name: facts[name] for name in _POSITIVE}
+    numbers |= {f"{link} bandwidth": facts[link]["bandwidth"] for link in parts}
+    numbers |= {f"efficiency {name}": getattr(device.efficiency, name) for name in _REACHED}
+    costs = {f"{link} latency_s": facts[link]["latency_s"] for link in parts}
+    costs |= {f"efficiency {f.name}": getattr(device.efficiency, f.name) for f in dataclasses.fields(Efficiency)}
+    for name, value in (costs | numbers).items():
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (name in numbers and value == 0):
+            least = "above 0" if name in numbers else "of 0 or more"
+            raise ConfigError(f"a calibration file has {name} {value!r}, needed a number {least}")
     return device

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from rollplex.planner.load import GroupLoad, Prompt
 
 # Quantiles at which an expected maximum is taken; the error of the mean over them is far below a token.
 _GRID = (np.arange(2000) + 0.5) / 2000
+_MEAN, _MOST = "completions/mean_length", "completions/max_length"
 
 
 class Lengths(Protocol):
@@ -79,15 +80,17 @@ class Empirical:
         return rng.choice(np.asarray(self.seen, dtype=np.int64), size=count)
 
 
-def from_metrics(rows: Sequence[Mapping[str, float]], responses_per_step: int, cap: int | None = None) -> LogNormal:
+def from_metrics(rows: Sequence[Mapping[str, Any]], responses_per_step: int, cap: int | None = None) -> LogNormal:
     """The log-normal behind rows of a run's metrics.jsonl (their `completions/mean_length` and `max_length`).
 
-    Raises ConfigError when no row has both.
+    Raises ConfigError when no row has both, and for lengths that no run has: no numbers, no token, a mean above the
+    longest, or lengths above the cap.
     """
-    keys = ("completions/mean_length", "completions/max_length")
-    found = [tuple(row[key] for key in keys) for row in rows if all(key in row for key in keys)]
+    found = [(row[_MEAN], row[_MOST]) for row in rows if _MEAN in row and _MOST in row]
     if not found:
-        raise ConfigError(f"no row of the metrics has {keys[0]} and {keys[1]}; give the metrics.jsonl of a run")
+        raise ConfigError(f"no row of the metrics has {_MEAN} and {_MOST}; give the metrics.jsonl of a run")
+    for pair in found:
+        _check_lengths(*pair, cap)
     mean, longest = (float(np.mean([pair[i] for pair in found])) for i in (0, 1))
     if longest <= mean * 1.001 or responses_per_step < 2:
         return LogNormal(mean, 0.0, cap)
@@ -108,6 +111,16 @@ def from_metrics(rows: Sequence[Mapping[str, float]], responses_per_step: int, c
         return LogNormal(median_for(widest), widest, cap)
     sigma = float(brentq(lambda s: capped(median_for(s), s, top) - longest, 1e-6, widest))
     return LogNormal(median_for(sigma), sigma, cap)
+
+
+def _check_lengths(mean: Any, most: Any, cap: int | None) -> None:
+    numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in (mean, most))
+    if not numbers or not 0 < mean <= most * (1 + 1e-6) or (cap is not None and most > cap):
+        limit = "" if cap is None else f" of at most {cap} tokens (rollout.max_completion_length)"
+        raise ConfigError(
+            f"a row of the metrics has {_MEAN} {mean!r} and {_MOST} {most!r}; needed lengths{limit}, the mean above 0 "
+            "and not above the longest; leave that row out"
+        )
 
 
 def draw_groups(prompts: Sequence[Prompt], generations: int, lengths: Lengths, seed: int) -> tuple[GroupLoad, ...]:

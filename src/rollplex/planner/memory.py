@@ -139,6 +139,7 @@ def step_shape(config: Config) -> StepShape:
         # Every prompt's features stay until the cache is full.
         cached_vision_bytes=VISION_CACHE_BYTES if memory.devices == 1 and _tower_stands_still(config) else 0,
         unit_tokens=config.schedule.unit_tokens if memory.devices == 1 else None,
+        chunk_tokens=config.schedule.chunk_tokens if memory.devices == 1 else None,
     )
 
 

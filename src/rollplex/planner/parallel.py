@@ -77,8 +77,10 @@ class Parallel:
 
     def span(self, axis: str) -> int:
         """Devices from the first to the last of a group along `axis`, in rank order."""
+        if axis == "data":  # what replicas sum, context ranks sum with them
+            return (self.data * self.context - 1) * self.tensor + 1
         strides = {"tensor": 1, "context": self.tensor, "expert": self.tensor}
-        strides |= {"data": self.tensor * self.context, "pipeline": self.tensor * self.context * self.data}
+        strides |= {"pipeline": self.tensor * self.context * self.data}
         return int(getattr(self, axis) - 1) * strides[axis] + 1
 
     def parameters(self, counts: ModelCounts) -> tuple[int, int]:
@@ -90,6 +92,19 @@ class Parallel:
             dense += text.num_layers * counts.experts.count * text.hidden_size
             dense -= ceil(whole / counts.experts.count / self.tensor)
         return ceil((dense + whole / self.tensor / self.expert) / self.pipeline), counts.vision_parameters
+
+    def optimized(self, counts: ModelCounts, *, sharded: bool) -> float:
+        """Trained parameters whose optimizer state one device has. sharded: replicas share it out, context ranks
+        included; experts among those ranks that hold the same ones."""
+        return sum(size / (copies if sharded else 1) for size, copies in self.trained_copies(counts))
+
+    def trained_copies(self, counts: ModelCounts) -> tuple[tuple[float, int], ...]:
+        """(parameters of one device, devices that hold the same ones), for those outside experts and for experts."""
+        text, vision = self.parameters(counts)
+        experts = counts.expert_parameters / self.tensor / self.expert / self.pipeline
+        copies = self.data * self.context
+        outside = text - experts + (vision if counts.vision_trained else 0)
+        return (outside, copies), (experts, copies // self.expert)
 
     def kv_share(self, counts: ModelCounts) -> float:
         """Part of a token's keys and values on one device: whole heads, so 1 / K at least."""
@@ -143,15 +158,18 @@ def sweep_traffic(
     return tuple(found)
 
 
-def gradient_traffic(counts: ModelCounts, plan: Parallel) -> tuple[Traffic, ...]:
-    """Once per optimizer step: gradients reduce-scattered in fp32, new weights all-gathered, over data x context."""
-    replicas = plan.data * plan.context
-    if replicas == 1:
-        return ()
-    text, vision = plan.parameters(counts)
-    trained = text + (vision if counts.vision_trained else 0)
-    nbytes = trained * (_GRADIENT_BYTES + counts.dtype_bytes) * (replicas - 1) / replicas
-    return (Traffic("data", nbytes, 2 * log2(replicas)),)
+def gradient_traffic(counts: ModelCounts, plan: Parallel, *, sharded: bool = True) -> tuple[Traffic, ...]:
+    """Once per optimizer step, over the devices that hold the same parameters: data x context, of experts fewer.
+
+    sharded: gradients reduce-scattered in fp32 and new weights all-gathered; off: gradients all-reduced.
+    """
+    each = _GRADIENT_BYTES + (counts.dtype_bytes if sharded else _GRADIENT_BYTES)
+    nbytes = hops = 0.0
+    for size, copies in plan.trained_copies(counts):
+        if size and copies > 1:
+            nbytes += size * each * (copies - 1) / copies
+            hops += 2 * log2(copies)
+    return (Traffic("data", nbytes, hops),) if nbytes else ()
 
 
 def network_seconds(traffic: Sequence[Traffic], plan: Parallel, hardware: Hardware) -> float:

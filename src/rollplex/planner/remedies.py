@@ -1,21 +1,22 @@
 """Nothing fits: which single change would make it fit. Pure.
 
 Tried in this order, each by itself and no further than needed: settings that change no update (training's sequence
-parallelism, sharded optimizer state, shorter micro-batches), then more devices, then a larger cap, then fewer prompts.
+parallelism, sharded optimizer state, shorter micro-batches), then more devices (beyond one node whole nodes), then a
+larger cap, then fewer prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.planner.arrangements import arrangements
-from rollplex.planner.search import GIB, Fitting, cap_of, degrees_of, on_devices
-from rollplex.planner.workload import Arrangement, Assumptions, Workload
+from rollplex.planner.search import GIB, Fitting, cap_of, on_devices, to_consider
+from rollplex.planner.workload import HYBRID, Arrangement, Assumptions, Workload
 
-_DOUBLINGS = 5  # of devices, and halvings of micro-batches and prompts
+_DOUBLINGS = 5  # of devices
+_BETWEEN = 8  # numbers of devices that are tried between one and its double
 
 
 def refusal(config: Config, devices: int, assumed: Assumptions) -> ConfigError:
@@ -27,13 +28,21 @@ def refusal(config: Config, devices: int, assumed: Assumptions) -> ConfigError:
         f"least that any arrangement needs is {least / GIB:.2f} GiB ({where} under {plan.schedule}, training at "
         f"{plan.train}, rollout at {plan.rollout})"
     ]
-    shorter = _halved(config, "train", "micro_batch_tokens", devices, assumed)
-    fewer = _halved(config, "rollout", "prompts_per_step", devices, assumed)
+    tokens, prompts = config.train.micro_batch_tokens, config.rollout.prompts_per_step
+
+    def shorter(micro_batch: int) -> bool:
+        train = config.train.model_copy(update={"micro_batch_tokens": micro_batch})
+        return _fits(config.model_copy(update={"train": train}), devices, assumed)
+
+    def fewer(count: int) -> bool:
+        rollout = config.rollout.model_copy(update={"prompts_per_step": count})
+        return _fits(config.model_copy(update={"rollout": rollout}), devices, assumed)
+
     changes = [
         *_settings(config, devices, assumed),
-        *(f"train.micro_batch_tokens={tokens} (of {before})" for tokens, before in shorter),
+        *(f"train.micro_batch_tokens={less} (of {tokens})" for less in _most(_micro_batches(config), shorter)),
         *_larger(config, devices, assumed, least),
-        *(f"rollout.prompts_per_step={prompts} (of {before}; another update)" for prompts, before in fewer),
+        *(f"rollout.prompts_per_step={n} (of {prompts}; another update)" for n in _most(range(1, prompts), fewer)),
     ]
     found.append(f"the smallest change that would fit: {changes[0]}")
     found += [f"or: {change}" for change in changes[1:]]
@@ -55,20 +64,35 @@ def _settings(config: Config, devices: int, assumed: Assumptions) -> Iterator[st
         yield " ".join(f"memory.{option}=on" for option in off)
 
 
-def _halved(config: Config, section: str, option: str, devices: int, assumed: Assumptions) -> Iterator[tuple[int, int]]:
-    """The largest half, quarter, ... of an option that fits, and what it was; nothing where none does."""
-    before: int = getattr(getattr(config, section), option)
-    for less in (before >> n for n in range(1, _DOUBLINGS + 1)):
-        changed = getattr(config, section).model_copy(update={option: less})
-        if less and _fits(config.model_copy(update={section: changed}), devices, assumed):
-            yield less, before
+def _micro_batches(config: Config) -> list[int]:
+    """Shorter ones, rising: micro-batches hold whole responses, and packs whole prompts (memory/step_shape.py)."""
+    most, prompt = config.train.micro_batch_tokens, config.data.max_prompt_tokens or 1
+    whole = {n for length in (config.rollout.max_completion_length, prompt) for n in range(length, most, length)}
+    return sorted(whole | ({1} if most > 1 else set()))
+
+
+def _most(rising: Sequence[int], fits: Callable[[int], bool]) -> Iterator[int]:
+    """The largest that fits, of values of which more needs more; nothing where none does.
+
+    From the top in halves, since what is small may not divide; then between the first that fits and the last that does
+    not.
+    """
+    place = len(rising)
+    while place:
+        above, place = place, place // 2
+        if fits(rising[place]):
+            while above - place > 1:
+                middle = (place + above) // 2
+                place, above = (middle, above) if fits(rising[middle]) else (place, middle)
+            yield rising[place]
             return
 
 
 def _larger(config: Config, devices: int, assumed: Assumptions, least: int) -> Iterator[str]:
-    for more in (devices << n for n in range(1, _DOUBLINGS + 1)):
-        if _fits(config, more, assumed):
-            yield f"--gpus {more}"
+    for less in (devices << n for n in range(_DOUBLINGS)):
+        if _fits(config, 2 * less, assumed):
+            between = _between(less, 2 * less, assumed.hardware.devices_per_node)
+            yield f"--gpus {next((n for n in between if _fits(config, n, assumed)), 2 * less)}"
             break
     cap_gib = ceil(100 * least / GIB) / 100
     if cap_gib <= assumed.hardware.memory_bytes / 1e9:
@@ -77,11 +101,15 @@ def _larger(config: Config, devices: int, assumed: Assumptions, least: int) -> I
         yield f"a --hardware with {cap_gib:.2f} GiB a device, and memory.cap_gib at that or left out"
 
 
+def _between(few: int, many: int, node: int) -> list[int]:
+    """Numbers of devices between two, rising: each within a node, beyond it whole nodes, a handful of them."""
+    every = [n for n in range(few + 1, many) if n <= node or n % node == 0]
+    return every[:: ceil(len(every) / _BETWEEN) or 1]
+
+
 def _plans(config: Config, devices: int, assumed: Assumptions) -> tuple[Workload, list[Arrangement]]:
     workload = Workload(on_devices(config, devices), assumed)
-    shape = workload.shape
-    found = arrangements(degrees_of(workload), shape.prompts, devices)
-    return workload, found.plans
+    return workload, to_consider(workload, devices).plans
 
 
 def _fits(config: Config, devices: int, assumed: Assumptions) -> bool:
@@ -106,5 +134,7 @@ def _least(config: Config, devices: int, assumed: Assumptions) -> tuple[int, Arr
 
 
 def _one_of_each_need(plans: list[Arrangement]) -> list[Arrangement]:
-    """`async` and `disaggregated` hold the same; `stream` and `rollplex` never hold less than `serial` does."""
-    return [plan for plan in plans if plan.schedule in ("serial", "disaggregated")]
+    """`async` and `disaggregated` hold the same, `rolloutpipe` not less; `stream` and `rollplex` never hold less than
+    `serial` does. `hybrid`, which may need less on every device, comes last: there are most of it."""
+    kinds = ("serial", "disaggregated", HYBRID)
+    return sorted((plan for plan in plans if plan.schedule in kinds), key=lambda plan: kinds.index(plan.schedule))

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.memory.plan import MemoryPlan
 from rollplex.planner.arrangements import Considered, Degrees, arrangements
-from rollplex.planner.fit import Fit, Need, needs
-from rollplex.planner.parallel import Parallel
+from rollplex.planner.fit import Fit, Need, Part, parts
 from rollplex.planner.simulate import Simulation
 from rollplex.planner.step_bound import StepBound
 from rollplex.planner.workload import COLOCATED, HYBRID, SIMULATED, Arrangement, Assumptions, Workload
@@ -94,7 +92,18 @@ def on_devices(config: Config, devices: int) -> Config:
 def degrees_of(workload: Workload) -> Degrees:
     """The degrees that its model, prompts and recipe leave to choose from."""
     shape = workload.shape
-    return Degrees(workload.counts, shape.prompt_tokens, shape.sequence_parallel, shape.reference)
+    node = workload.assumed.hardware.devices_per_node
+    return Degrees(workload.counts, shape.prompt_tokens, shape.sequence_parallel, shape.reference, node)
+
+
+def to_consider(workload: Workload, devices: int) -> Considered:
+    """Arrangements of the recipe's step, but for those whose schedule cannot run it."""
+    found = arrangements(degrees_of(workload), workload.shape.prompts, devices)
+    usable = [name for name in SIMULATED if workload.refusal(name) is None]
+    plans = [plan for plan in found.plans if plan.schedule in usable]
+    if len(plans) < len(found.plans):
+        found.leave_out("whose schedule cannot run the step", len(found.plans) - len(plans))
+    return Considered(plans, found.left_out)
 
 
 def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4) -> Search:
@@ -105,7 +114,7 @@ def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4)
     workload = Workload(on_devices(config, devices), assumed)
     cap = cap_of(config, assumed)
     shape = workload.shape
-    found = arrangements(degrees_of(workload), shape.prompts, devices)
+    found = to_consider(workload, devices)
     if not found.plans:
         raise ConfigError(
             f"--gpus {devices}: no arrangement divides the model and {shape.prompts} prompts "
@@ -147,16 +156,17 @@ class _Search:
         there, prompts = {plan.schedule for plan in self.found.plans}, self.workload.shape.prompts
         reasons = {}
         for name in SIMULATED:
+            refusal = self.workload.refusal(name)
             if name in there:
                 reasons[name] = f"fits nowhere under {self.cap / GIB:.2f} GiB a device"
+            elif name not in COLOCATED and devices < 2:
+                reasons[name] = "two pools take two devices (--gpus)"
+            elif refusal is not None:
+                reasons[name] = refusal
             elif name in COLOCATED:
                 reasons[name] = (
                     f"no training replicas on {devices} devices divide {prompts} prompts (rollout.prompts_per_step)"
                 )
-            elif devices < 2:
-                reasons[name] = "two pools take two devices (--gpus)"
-            elif name == HYBRID and not self.workload.shape.reference:
-                reasons[name] = "there is no reference to give devices to (algorithm.beta 0)"
             elif name == HYBRID:
                 reasons[name] = f"no blocks beside a reference divide {prompts} prompts and share it evenly"
             else:
@@ -181,34 +191,39 @@ class _Search:
 
 
 class Fitting:
-    """How arrangements fit under a cap; what they share is planned once."""
+    """How arrangements fit under a cap; what they share is counted and planned once."""
 
     def __init__(self, workload: Workload, cap: int):
         self._workload, self._cap = workload, cap
-        self._known: dict[tuple[str, str, Parallel | None, Parallel | None], MemoryPlan | None] = {}
+        self._needs: dict[object, Need] = {}
+        self._fits: dict[object, Fit | None] = {}
 
     def needs(self, plan: Arrangement) -> tuple[Need, ...]:
         """What each kind of its devices would hold."""
-        workload = self._workload
-        return needs(workload.shape, workload.counts, workload.assumed.hardware, plan)
+        return tuple(map(self._need, parts(plan)))
 
     def of(self, plan: Arrangement) -> tuple[Fit, ...] | None:
         """A fit for each kind of its devices; None where one has none."""
         found = []
-        for need in self.needs(plan):
-            sides: dict[str, tuple[Parallel | None, Parallel | None]] = {
-                "training pool": (plan.train, None),
-                "rollout pool": (plan.rollout, None),
-                "reference pool": (plan.scoring, None),
-            }
-            key = (need.where, need.timeline.name, *sides.get(need.where, (plan.train, plan.rollout)))
-            if key not in self._known:
-                self._known[key] = need.plan(self._cap)
-            planned = self._known[key]
-            if planned is None:
+        for part in parts(plan):
+            fit = self._fit(part)
+            if fit is None:
                 return None
-            found.append(Fit(need.where, need.naive_bytes, planned))
+            found.append(fit)
         return tuple(found)
+
+    def _need(self, part: Part) -> Need:
+        if part.key not in self._needs:
+            workload = self._workload
+            self._needs[part.key] = part.need(workload.shape, workload.counts, workload.assumed.hardware)
+        return self._needs[part.key]
+
+    def _fit(self, part: Part) -> Fit | None:
+        if part.key not in self._fits:
+            need = self._need(part)
+            plan = need.plan(self._cap)
+            self._fits[part.key] = None if plan is None else Fit(part.where, need.naive_bytes, plan)
+        return self._fits[part.key]
 
 
 def step_seconds(workload: Workload, plan: Arrangement) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollplex.config import Config
-from rollplex.planner.bounds import Stage, stages
+from rollplex.planner.bounds import Stage
 from rollplex.planner.breakdown import Breakdown, breakdown
 from rollplex.planner.fit import Fit
 from rollplex.planner.hardware import hardware_facts
@@ -78,7 +78,7 @@ def _plan_facts(config: Config, found: Search, ranked: Ranked) -> dict[str, Any]
         "simulated_s": ranked.simulated_s,
         "moves_s": ranked.moves_s,
         "bound_s": ranked.bound_s,
-        "stages": [_stage_facts(stage) for stage in stages(found.workload.cost(plan))],
+        "stages": [_stage_facts(stage) for stage in found.workload.stages(plan)],
         "limit": where.limit,
         "causes": dict(where.causes),
         "phases": dict(where.phases),
@@ -105,12 +105,13 @@ def _degrees(plan: Parallel) -> dict[str, int]:
 
 
 def _fit_facts(fit: Fit) -> dict[str, Any]:
-    plan = fit.plan
+    plan, held = fit.plan, fit.at_peaks()
     return {
         "where": fit.where,
         "peak_gib": plan.peak_bytes / GIB,
         "naive_gib": fit.naive_bytes / GIB,
         "fullest": fit.fullest,
+        "naive_fullest": fit.naive_fullest,
         "classes_gib": {kind: size / GIB for kind, size in fit.peak_by_class().items()},
         "exposed_s": plan.exposed_s,
         "host_gib": sum(choice.host_bytes for choice in plan.choices.values()) / GIB,
@@ -120,8 +121,12 @@ def _fit_facts(fit: Fit) -> dict[str, Any]:
                 "name": record.name,
                 "class": str(record.kind),
                 "gib": record.nbytes / GIB,
+                "at_peak_gib": held[record.name][0] / GIB,
+                "at_naive_peak_gib": held[record.name][1] / GIB,
+                "host_gib": plan.choices[record.name].host_bytes / GIB,
                 "formula": record.formula,
                 "policy": str(plan.choices[record.name].policy),
+                "policy_detail": plan.choices[record.name].detail,
                 "restore_s": plan.choices[record.name].restore_s,
             }
             for record in plan.records
@@ -142,6 +147,7 @@ def _sharing(config: Config, found: Search, ranked: Ranked, where: Breakdown) ->
     return {
         **degrees,
         **{str(kind): table[str(kind)] for kind in Sharing},
+        "tensors": [{key: row[key] for key in ("name", "class", "share", "reason")} for row in table["tensors"]],
         "weights_gib": {name: {"whole": size / GIB, "held": held / GIB} for name, (size, held) in sizes.items()},
         "published_bytes": where.traffic.get("weights published to the rollout", 0.0),
     }
@@ -180,9 +186,11 @@ def search_lines(facts: Facts, *, explain: bool = False) -> Iterator[str]:
         yield from _memory_lines(plans[0])
         yield from _sharing_lines(plans[0])
     if explain:
-        for number, plan in enumerate(plans, start=1):
+        rows = {str(number): plan for number, plan in enumerate(plans, start=1)}
+        rows |= {f"fastest {name}": plan for name, plan in facts["by_schedule"].items() if plan not in plans}
+        for name, plan in rows.items():
             yield ""
-            yield from _explained(number, plan)
+            yield from _explained(name, plan)
 
 
 def _row(number: str, plan: Facts) -> str:
@@ -227,9 +235,10 @@ def _sharing_lines(plan: Facts) -> Iterator[str]:
     yield f"{facts['published_bytes'] / GIB:10.2f}  GiB received by a device at publish"
 
 
-def _explained(number: int, plan: Facts) -> Iterator[str]:
+def _explained(name: str, plan: Facts) -> Iterator[str]:
     """Every number of a row: what adds up to it."""
-    yield f"{number}: {plan['schedule']}"
+    train, rollout = (_parallel(plan[side]) for side in ("training", "rollout"))
+    yield f"{name}: {plan['schedule']}, training at {train}, rollout at {rollout}"
     yield (
         f"  {plan['seconds']:.4g} s = {plan['simulated_s']:.4g} simulated + {plan['moves_s']:.4g} moved for memory; no "
         f"faster than {plan['bound_s']:.4g} by its bound"
@@ -243,12 +252,30 @@ def _explained(number: int, plan: Facts) -> Iterator[str]:
         bound = f"{stage['lower_s']:10.3f} <= {stage['estimate_s']:.3f} <= {stage['upper_s']:.3f}"
         yield f"{bound}  {stage['name']}, D {stage['depth_s']:.3f}, p {stage['devices']}"
     for fit in plan["memory"]:
-        yield f"  memory, {fit['where']}, GiB (docs/memory.md)"
-        for record in fit["records"]:
-            cost = f", {record['restore_s']:.3g} s" if record["restore_s"] else ""
-            yield f"{record['gib']:10.2f}  {record['name']:<32}{record['policy']}{cost}; {record['formula']}"
+        yield from _explained_memory(fit)
+    yield from _explained_sharing(plan["sharing"])
     yield "  sent by a device in a step, GiB"
     yield from _table(plan["traffic_bytes"], 1 / GIB)
+
+
+def _explained_memory(fit: Facts) -> Iterator[str]:
+    """What each object has of both peaks, and on the host: columns that add up (docs/memory.md has the formulas)."""
+    yield f"  memory, {fit['where']}, GiB: while {fit['fullest']}; naive, while {fit['naive_fullest']}; on the host"
+    for record in fit["records"]:
+        cost = f", {record['restore_s']:.3g} s" if record["restore_s"] else ""
+        held = "".join(f"{record[f'{at}_gib']:10.2f}" for at in ("at_peak", "at_naive_peak", "host"))
+        how = ": ".join(filter(None, (record["policy"], record["policy_detail"])))
+        yield f"{held}  {record['name']:<32}{how}{cost}; {record['formula']}"
+
+
+def _explained_sharing(facts: Facts | None) -> Iterator[str]:
+    """Which tensors make up the parts of each class."""
+    if facts is None:
+        return
+    yield f"  sharing, parts of the language model's weights at TP {facts['train_tp']} and TP {facts['rollout_tp']}"
+    for row in facts["tensors"]:
+        why = f": {row['reason']}" if row["reason"] else ""
+        yield f"{row['share']:>10.2%}  {row['name']}, {row['class']}{why}"
 
 
 def _table(values: Mapping[str, float], factor: float) -> Iterator[str]:

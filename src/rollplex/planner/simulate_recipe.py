@@ -12,7 +12,7 @@ from rollplex.memory.step_shape import StepShape
 from rollplex.planner.hardware import Hardware
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.simulate import Simulation
-from rollplex.planner.workload import COLOCATED, HYBRID, SIMULATED, Arrangement, Assumptions, Workload
+from rollplex.planner.workload import COLOCATED, HYBRID, POOLS, SIMULATED, Arrangement, Assumptions, Workload
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ def simulate_recipe(config: Config, request: Request) -> Simulation:
     """
     if request.schedule not in SIMULATED:
         raise ConfigError(f"--schedule is {request.schedule!r}; needed one of {', '.join(SIMULATED)}")
+    if request.rollout_devices is not None and request.schedule not in POOLS:
+        raise ConfigError(
+            f"--rollout-devices {request.rollout_devices} does nothing under --schedule {request.schedule}, which has "
+            f"no rollout pool; needed one of {', '.join(POOLS)}, or no --rollout-devices"
+        )
     if request.steps < 1:
         raise ConfigError(f"--steps is {request.steps}, needed 1 or more")
     assumed = Assumptions(request.hardware, request.response_tokens, request.spread, request.contention, request.seed)

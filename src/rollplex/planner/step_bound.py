@@ -93,7 +93,8 @@ class StepBound:
         full = table.of(rows)
         fed = sum(tokens - 1 for group in groups for tokens in group.responses)
         contexts = sum((n - 1) * (group.prompt.tokens + n / 2) for group in groups for n in group.responses)
-        work_s = (fed * full.start / rows + contexts * (full.pairs + full.cached)) / engines
+        read = contexts if not workload.shared_prompts else sum(map(_read_together, groups))
+        work_s = (fed * full.start / rows + contexts * full.pairs + read * full.cached) / engines
         first_s = min(max(group.responses) - 1 for group in groups) * one.start
         return _Sampling(prefill_s, max(chain_s, work_s), first_s)
 
@@ -105,12 +106,18 @@ class StepBound:
             each = [sum(times.of(phase, group) for phase in phases) for group in groups]
             return max(sum(each) / replicas, max(each))
 
-        prefixes = [phase for phase in PREFIXES if phase is not Phase.REF_PREFIX or self._workload.shape.reference]
-        rest = [phase for phase in _REST if phase is not Phase.REF_RESPONSE or self._workload.shape.reference]
+        there = self._workload.whole.tasks_per_phase
+        prefixes = [phase for phase in PREFIXES if there[phase]]
+        rest = [phase for phase in _REST if there[phase]]
         own = [phase for phase in (*prefixes, *rest) if phase not in REFERENCE]
         last = min(sum(times.of(phase, group) for phase in rest) for group in groups)
         whole = min(sum(times.of(phase, group) for phase in (*prefixes, *rest)) for group in groups)
         return _Training(spread(*prefixes), spread(*rest), times.of(Phase.OPTIMIZER, None), spread(*own), last, whole)
+
+
+def _read_together(group: GroupLoad) -> float:
+    """Tokens read for a group in all steps where its prompt is read once a step."""
+    return group.prompt.tokens * (max(group.responses) - 1) + sum((n - 1) * n / 2 for n in group.responses)
 
 
 def _step(schedule: str, sample: _Sampling, train: _Training, beside: float) -> float:

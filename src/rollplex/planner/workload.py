@@ -7,12 +7,13 @@ what `planner/simulate.py` and a cost table need.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, isfinite
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
 from rollplex.memory.step_shape import StepShape
+from rollplex.planner.bounds import Stage, stages
 from rollplex.planner.cost import Side, StepCost
 from rollplex.planner.decoding import Rows
 from rollplex.planner.engine import StepTable
@@ -30,7 +31,8 @@ from rollplex.schedule.hybrid import Hybrid
 from rollplex.schedule.pools import RolloutPipe
 from rollplex.schedule.registry import POOL_SCHEDULES, SCHEDULES, schedule_named
 from rollplex.schedule.run import Async, RunSchedule
-from rollplex.schedule.spec import REFERENCE, AdvantageScope, Phase, PrefixMode, StepSpec
+from rollplex.schedule.spec import REFERENCE, Phase, StepSpec
+from rollplex.schedule.spec_from_config import steps_of_rollout
 from rollplex.schedule.step import Limits, Schedule
 
 COLOCATED = tuple(SCHEDULES)
@@ -87,6 +89,13 @@ class Arrangement:
         return self.train.devices + (0 if others is None else others.devices)
 
     @property
+    def publish_span(self) -> int:
+        """Devices from the first to the last between which new weights travel."""
+        if self.pools:
+            return self.devices
+        return max(self.train.span(axis) for axis in ("tensor", "expert", "pipeline"))
+
+    @property
     def engines(self) -> int:
         """Of a block, or of the rollout pool."""
         return self.rollout.data if self.pools else self.train.replica // self.rollout.replica
@@ -105,6 +114,15 @@ class Assumptions:
     spread: float = 0.5
     contention: float = 1.2
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the option, for what is no number or out of range."""
+        tokens = self.response_tokens
+        if tokens is not None and not (isfinite(tokens) and tokens > 0):
+            raise ConfigError(f"--response-tokens is {tokens:g}, needed a number above 0")
+        for option, value, least in (("--spread", self.spread, 0), ("--contention", self.contention, 1)):
+            if not (isfinite(value) and value >= least):
+                raise ConfigError(f"{option} is {value:g}, needed a number of {least} or more")
 
 
 @dataclass(frozen=True)
@@ -146,17 +164,36 @@ class Workload:
         experts = shape.model.text.experts
         self.counts = ModelCounts(shape.model, shape.dtype_bytes, experts, vision_trained=shape.vision_trained)
         cap, prompt = shape.response_tokens, video_prompt(shape.prompt_tokens, shape.visual_tokens, shape.model.vision)
-        self.median = assumed.response_tokens or max(1.0, cap / 2)
+        self.median = max(1.0, cap / 2) if assumed.response_tokens is None else assumed.response_tokens
         self.feed = Feed([prompt], shape.generations, LogNormal(self.median, assumed.spread, cap), assumed.seed)
         self.typical = GroupLoad(prompt, (max(1, min(cap, round(self.median))),) * shape.generations)
         self._tables: dict[Parallel, StepTable] = {}
-        self.prefix = PrefixMode.SHARED if config.train.share_prefix else PrefixMode.WHOLE
         steps = config.algorithm.steps_per_generation * config.algorithm.num_iterations
         if steps != 1:
             raise ConfigError(
                 f"simulated are rollouts with one optimizer step, found {steps} (algorithm.steps_per_generation x "
                 "num_iterations); set both to 1"
             )
+        self.whole = self.spec(shape.prompts)
+
+    @property
+    def shared_prompts(self) -> bool:
+        """Whether an engine reads a prompt's cache once for its group: the local one does, paged attention does not."""
+        return self.shape.local_engine
+
+    def refusal(self, schedule: str) -> str | None:
+        """Why `schedule` cannot run this step on any devices; None: it can."""
+        try:
+            self._schedule(schedule, 1).check(self.whole, Limits())
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _schedule(self, name: str, engines: int) -> Schedule | RunSchedule:
+        if name == RolloutPipe.name:  # strictly as published it would leave the engines all but idle
+            rows = engines * self.config.rollout.max_decode_rows
+            return RolloutPipe(floor=ceil(rows / self.shape.generations))
+        return Async() if name == Async.name else schedule_named(name)
 
     def on(self, plan: Arrangement) -> Arranged:
         """The workload under `plan`. Raises ConfigError where its replicas do not divide the prompts."""
@@ -166,10 +203,10 @@ class Workload:
                 f"rollout.prompts_per_step {self.shape.prompts} is not a multiple of the {blocks} training replicas; "
                 "change it, or memory.devices"
             )
-        cost = self.cost(plan)
+        cost, groups = self.cost(plan), self.shape.prompts // blocks
         times = PassTimes(cost)
-        # A block's prefills are one after another in its main lane; its engines share them.
-        shared_by = 1 if plan.pools else plan.engines
+        # A block's prefills are one after another in its main lane; its engines take them in turn, each a whole one.
+        prefilled = 1.0 if plan.pools else ceil(groups / plan.engines) / groups
 
         # Blocks that share a replica of the reference get their part of its time.
         slots = 1 if plan.scoring is None else max(1, plan.scoring.data // blocks)
@@ -178,7 +215,7 @@ class Workload:
         def seconds(phase: Phase, load: GroupLoad | None) -> float:
             alone_s = times.of(phase, load)
             if phase is Phase.PREFILL:
-                return alone_s / shared_by
+                return alone_s * prefilled
             return alone_s * sharing if phase in REFERENCE else alone_s
 
         layout = Layout(
@@ -186,16 +223,13 @@ class Workload:
             blocks=blocks,
             trainers=plan.train.data if plan.pools else 1,
             places=self.config.rollout.max_decode_rows,
+            shared_prompts=self.shared_prompts,
             contention=self.assumed.contention if plan.scoring is None else 1.0,
             limits=Limits(window=slots),
             window_apart=plan.scoring is not None,
         )
-        schedule: Schedule | RunSchedule = Async() if plan.schedule == Async.name else schedule_named(plan.schedule)
-        if plan.schedule == RolloutPipe.name:  # strictly as published it would leave the engines all but idle
-            rows = layout.engines * self.config.rollout.max_decode_rows
-            schedule = RolloutPipe(floor=ceil(rows / self.shape.generations))
-        spec = self._spec(self.shape.prompts // blocks)
-        return Arranged(schedule, spec, self.feed, layout, cost, seconds, self.table(cost.rollout))
+        schedule = self._schedule(plan.schedule, layout.engines)
+        return Arranged(schedule, self.spec(groups), self.feed, layout, cost, seconds, self.table(cost.rollout))
 
     def cost(self, plan: Arrangement) -> StepCost:
         """Times of all tasks, for groups of typical length."""
@@ -203,10 +237,13 @@ class Workload:
             published = disaggregated_bytes(self.counts, plan.rollout)
         else:
             published = colocated_bytes(self.counts, plan.train, plan.rollout)
+        spec = self.whole
         algorithm = Algorithm(
-            reference=self.shape.reference,
-            prefix=self.prefix,
+            reference=spec.reference,
+            old_logps=spec.old_logps,
+            prefix=spec.prefix,
             activations=self.shape.activations,
+            prefill_is_actor_prefix=spec.prefill_is_actor_prefix,
             micro_batch_tokens=self.shape.micro_batch_tokens,
         )
         return StepCost(
@@ -214,10 +251,16 @@ class Workload:
             Side(self.counts, self.assumed.hardware, plan.rollout),
             algorithm,
             (self.typical,) * self.shape.prompts,
+            max_rows=self.config.rollout.max_decode_rows,
             publish_bytes=published,
-            publish_within_node=not plan.pools,
+            publish_within_node=plan.publish_span <= self.assumed.hardware.devices_per_node,
+            shard_optimizer=self.shape.shard_optimizer,
             scoring=None if plan.scoring is None else Side(self.counts, self.assumed.hardware, plan.scoring),
         )
+
+    def stages(self, plan: Arrangement) -> tuple[Stage, ...]:
+        """Each stage by itself, for groups of typical length, with the cache read as in the simulation."""
+        return stages(replace(self.cost(plan), shared_prompts=self.shared_prompts))
 
     def table(self, rollout: Side) -> StepTable:
         """Decode steps of one engine around the typical context; one table for all arrangements with that engine."""
@@ -227,18 +270,14 @@ class Workload:
         def step(rows: Rows) -> float:
             return rollout.decode_step(rows).total
 
-        load = self.typical
-        table = StepTable(step, context_tokens=load.prompt.tokens + load.responses[0] / 2)
+        prompt, half = self.typical.prompt.tokens, self.typical.responses[0] / 2
+        read = prompt / (self.shape.generations if self.shared_prompts else 1) + half
+        table = StepTable(step, context_tokens=prompt + half, read_tokens=read)
         self._tables[rollout.plan] = table
         return table
 
-    def _spec(self, groups: int) -> StepSpec:
-        algorithm = self.config.algorithm
-        by_batch = algorithm.loss_type == "reinforce_pp" or algorithm.scale_rewards == "batch"
-        return StepSpec(
-            num_groups=groups,
-            reference=self.shape.reference,
-            prefix=self.prefix,
-            advantage=AdvantageScope.BATCH if by_batch else AdvantageScope.GROUP,
-            resampling=algorithm.dynamic_sampling == "resample",
-        )
+    def spec(self, groups: int) -> StepSpec:
+        """The step over that many groups, as a run of the recipe has it."""
+        local = self.shape.local_engine  # one device, and the engine decodes on the update's own prefixes
+        (spec,) = steps_of_rollout(self.config, prefill_is_actor_prefix=local, minibatches=[groups])
+        return replace(spec, trained=None)  # all of them: pools know steps of no other form

@@ -59,13 +59,13 @@ class DividedModel:
         self._backing: Backing | None = Backing.create(self.plan, team.place, policy.dtype, policy.device)
         self._backing.load(dict(whole.named_parameters()), "the weights that training starts from")
         actor = bound(whole, self._backing.tensors(Side.TRAIN), trainable=True)
-        self.policy = Policy(actor, grid.tensor if grid.tensor.size > 1 else ALONE)
+        self.policy = Policy(actor, grid.tensor if grid.tensor.size > 1 else ALONE, chunk_tokens=policy.chunk_tokens)
         self.policy.weight_version = team.of_rank_0(policy.weight_version, "version of the weights")
         self._sampler: Policy | None = None
         if team.arranged.rollout_groups > 1:
             shard = bound(whole, self._backing.tensors(Side.ROLLOUT), trainable=False)
             ranks = rollout_ranks(team.job, team.arranged.rollout_tp, team.arranged.train_tp)
-            self._sampler = Policy(shard, ranks if ranks.size > 1 else ALONE)
+            self._sampler = Policy(shard, ranks if ranks.size > 1 else ALONE, chunk_tokens=policy.chunk_tokens)
         self._data: DataShards | None = None
         self.structure = _without_weights(whole)
         loaded = LoadedModel(self.structure, session.loaded.processor)

@@ -55,7 +55,8 @@ def build_session(config: Config, *, processor_path: Path | None = None, process
     loaded.model.to(device_of(config.run.device))
     prompts = PromptBuilder(loaded.processor, loaded.model.config, config.data)
     stops = _stop_ids(loaded, config)
-    return Session(config, task, loaded, Policy(loaded.model), prompts, stops)
+    policy = Policy(loaded.model, chunk_tokens=config.schedule.chunk_tokens)
+    return Session(config, task, loaded, policy, prompts, stops)
 
 
 def _stop_ids(loaded: LoadedModel, config: Config) -> tuple[int, ...]:

@@ -21,18 +21,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rollplex.errors import ConfigError
-from rollplex.schedule.spec import AdvantageScope, Phase, StepSpec, Task
+from rollplex.schedule.spec import PREFIXES, REFERENCE, AdvantageScope, Phase, StepSpec, Task
 from rollplex.schedule.step import Lane, Launch, Limits, StepState
 from rollplex.schedule.turn import Turn
-
-# What a replica does with a group, in this order.
-CHAIN = (
-    Phase.REF_PREFIX,
-    Phase.REF_RESPONSE,
-    Phase.ACTOR_PREFIX,
-    Phase.ACTOR_RESPONSE,
-    Phase.PREFIX_BACKWARD,
-)
 
 
 @dataclass(frozen=True)
@@ -181,7 +172,7 @@ def offer_training(turn: Turn, groups: Sequence[int], count: int, *, publish: bo
     if not count or not turn.has_slot(Lane.MAIN):
         return
     spec, progress = turn.state.spec, turn.progress
-    chain = [phase for phase in CHAIN if spec.tasks_per_phase[phase]]
+    chain = _chain(spec)
     for before, phase in reversed([*pairwise(chain)]):
         if progress.startable[phase]:
             _offer_on(turn, phase, progress.ended[before], len(progress.ended[before]))
@@ -193,6 +184,12 @@ def offer_training(turn: Turn, groups: Sequence[int], count: int, *, publish: bo
         for task in turn.pending(phase) if progress.startable[phase] else ():
             if not progress.in_lane[Lane.MAIN] and (publish or phase is Phase.OPTIMIZER):
                 turn.offer(task, Lane.MAIN)
+
+
+def _chain(spec: StepSpec) -> list[Phase]:
+    """What a replica does with a group, in this order; old log-probs are taken on the actor's prefix."""
+    scoring = (*PREFIXES, Phase.REF_RESPONSE) if spec.old_logps else (*REFERENCE, Phase.ACTOR_PREFIX)
+    return [p for p in (*scoring, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD) if spec.tasks_per_phase[p]]
 
 
 def _offer_on(turn: Turn, phase: Phase, groups: Sequence[int], count: int) -> None:

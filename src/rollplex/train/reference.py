@@ -22,7 +22,7 @@ class Reference:
             model = _without_adapters(policy.model)
         else:
             model = copy.deepcopy(policy.model).requires_grad_(False).eval()
-        self.policy = Policy(model, policy.adapter.ranks)
+        self.policy = Policy(model, policy.adapter.ranks, chunk_tokens=policy.chunk_tokens)
         if policy.vision_frozen:  # one tower, so one cache
             self.policy.vision_frozen, self.policy.vision_cache = True, policy.vision_cache
 

@@ -32,6 +32,11 @@ CAPTURED = "captured CUDA graphs hold its address (rollout.vllm.enforce_eager)"
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def cut_otherwise(degree: int) -> str:
+    """A reason as well: no cut of training's rows and columns is the engine's."""
+    return f"the engine cuts or lays it out otherwise than training (rollout TP {degree})"
+
+
 class Way(StrEnum):
     """How new weights reach a layer of an engine."""
 
@@ -170,7 +175,7 @@ def _view(tensor: EngineTensor, terms: LoanTerms, rank: int, degree: int) -> Vie
         return f"training holds {terms.dtype}, the engine {tensor.dtype} (rollout.vllm.engine_dtype)"
     found = _rows(placement, rank, degree)
     if isinstance(found, View) and (found.shape, found.strides) != (tensor.shape, tensor.strides):
-        return f"the engine cuts or lays it out otherwise than training at rollout TP {degree}"
+        return cut_otherwise(degree)
     return found
 
 
