@@ -98,6 +98,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "resampled": {"algorithm": {"dynamic_sampling": "resample"}},
     "late rewards": {"algorithm": {"beta": 0.0}, "rewards": {"reward_funcs": [f"{__file__}:slow_reward"]}},
     "qwen3_vl": {"model": {"build": {"family": "qwen3_vl"}}},
+    # Kernels have other bits on other numbers of threads where a product has so few rows (models/steady.py).
+    "six prompts a pass": {"rollout": {"prompts_per_step": 6}, "schedule": {"unit_tokens": 512}},
+    "nine visual tokens": {"data": {"task": "counting", "image_size": 84}, "schedule": {"unit_tokens": 1}},
     "in chunks": {"schedule": {"chunk_tokens": 33}},
     "in chunks, qwen3_vl, recomputed": {
         "model": {"build": {"family": "qwen3_vl"}},

@@ -15,7 +15,7 @@ from rollplex.memory.contract import MAX_LOGIT_ELEMENTS, VISION_CACHE_BYTES, ste
 from rollplex.memory.plan import plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import MemoryRecord, Policy
 from rollplex.memory.step_shape import Hardware, StepShape
-from rollplex.memory.timeline import ROLLPLEX, SERIAL, STREAM, Timeline
+from rollplex.memory.timeline import ROLLPLEX, SERIAL, STREAM, STREAM_CLOSED, Timeline
 from rollplex.models import logprobs, policy
 from rollplex.planner.memory import memory_lines, memory_section, step_shape
 from rollplex.recipes.load import load_config
@@ -127,7 +127,7 @@ def _shapes(draw: st.DrawFn) -> StepShape:
 
 
 @settings(max_examples=15)
-@given(_shapes(), st.sampled_from([SERIAL, ROLLPLEX, STREAM]), st.floats(0, 1))
+@given(_shapes(), st.sampled_from([SERIAL, ROLLPLEX, STREAM, STREAM_CLOSED]), st.floats(0, 1))
 def test_any_step(shape: StepShape, timeline: Timeline, share: float) -> None:
     records = step_records(shape, HARDWARE, timeline)
     assert len(_by_name(records)) == len(records)
@@ -155,7 +155,7 @@ def test_scaling_laws() -> None:
     twice = dataclasses.replace(base, prompts=64)
     assert size("actor boundary", twice) == 2 * size("actor boundary", base)
     assert size("rollout KV cache", twice) == 2 * size("rollout KV cache", base)
-    assert size("boundary gradients", twice) == size("boundary gradients", base)
+    assert size("boundary gradients", twice) == pytest.approx(size("boundary gradients", base), rel=1e-3)  # one h each
     assert size("response activations", twice) == size("response activations", base)
     budget = dataclasses.replace(base, micro_batch_tokens=4096)
     assert size("response activations", budget) == 2 * size("response activations", base)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollplex.errors import ConfigError
 from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import Choice, MemoryRecord, ObjectClass, Policy, peaks
-from rollplex.memory.timeline import ROLLPLEX, SERIAL, STREAM, Timeline
+from rollplex.memory.timeline import ROLLPLEX, SERIAL, STREAM, STREAM_CLOSED, Timeline
 from rollplex.schedule.spec import Phase
 
 GIB = 1 << 30
@@ -51,7 +51,7 @@ def _every_plan(records: Records, timeline: Timeline) -> list[tuple[int, float, 
 
 
 @settings(max_examples=60)
-@given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM]), st.floats(0, 1.2))
+@given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM, STREAM_CLOSED]), st.floats(0, 1.2))
 def test_plan_is_the_best_of_all(records: Records, timeline: Timeline, share: float) -> None:
     every = _every_plan(records, timeline)
     least = min(peak for peak, _, _ in every)
@@ -68,7 +68,7 @@ def test_plan_is_the_best_of_all(records: Records, timeline: Timeline, share: fl
 
 
 @settings(max_examples=60)
-@given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM]))
+@given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM, STREAM_CLOSED]))
 def test_smallest_cap_works_and_one_byte_less_does_not(records: Records, timeline: Timeline) -> None:
     least = smallest_cap(records, timeline)
     assert least.cap_bytes == min(peak for peak, _, _ in _every_plan(records, timeline))
@@ -79,7 +79,7 @@ def test_smallest_cap_works_and_one_byte_less_does_not(records: Records, timelin
 
 
 @settings(max_examples=40)
-@given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM]), st.floats(0, 1))
+@given(_records(), st.sampled_from([SERIAL, ROLLPLEX, STREAM, STREAM_CLOSED]), st.floats(0, 1))
 def test_nothing_is_used_outside_its_residency_and_every_policy_is_needed(
     records: Records, timeline: Timeline, share: float
 ) -> None:
@@ -145,6 +145,7 @@ def test_a_timeline_has_each_phase_once(segments: Sequence[tuple[Phase, ...]]) -
         (SERIAL, (Phase.REF_PREFIX, Phase.REF_RESPONSE), True, 2),  # the actor's prefix is between
         (ROLLPLEX, (Phase.REF_PREFIX, Phase.REF_RESPONSE), True, 1),
         (STREAM, (Phase.REF_PREFIX, Phase.REF_RESPONSE), True, 1),
+        (STREAM_CLOSED, (Phase.REF_PREFIX, Phase.REF_RESPONSE), True, 1),
         (SERIAL, (Phase.PUBLISH, Phase.PREFILL), True, 1),  # around the end of the step
         (SERIAL, (Phase.PUBLISH, Phase.PREFILL), False, 2),
         (SERIAL, tuple(Phase), True, 0),

@@ -21,9 +21,10 @@ from PIL import Image
 
 from rollplex.config import Config
 from rollplex.errors import CheckpointError, ConfigError
+from rollplex.memory.ledger import Entry, Ledger
 from rollplex.recipes.load import load_config
 from rollplex.runtime.completions import contact_sheet, prompt_text
-from rollplex.runtime.run_folder import RunFolder, read_metrics
+from rollplex.runtime.run_folder import RunFolder, read_steps
 from rollplex.runtime.trackers import Trackers
 from rollplex.types import Example, FinishReason, Group, PromptSpec, Response, ScoredGroup, StepReport, VideoClip
 
@@ -45,7 +46,7 @@ def _log(folder: RunFolder, steps: range, loss: float = 0.5) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
-    return [line["step"] for line in read_metrics(folder / "metrics.jsonl")]
+    return [line["step"] for line in read_steps(folder / "metrics.jsonl")]
 
 
 def test_a_new_run_writes_its_configuration_and_each_step_at_once(opened, tmp_path):
@@ -88,7 +89,7 @@ def test_after_a_kill_and_a_resume_each_step_is_there_once(tmp_path_factory, log
     assert _steps(path) == list(range(1, resume + 1))
     _log(second, range(resume + 1, 10), loss=2.0)
     second.close()
-    lines = read_metrics(metrics)
+    lines = read_steps(metrics)
     assert [line["step"] for line in lines] == list(range(1, 10))
     assert [line["loss"] for line in lines] == [1.0] * resume + [2.0] * (9 - resume)
     assert [name for name in os.listdir(path) if name.startswith(".")] == []
@@ -334,3 +335,22 @@ def test_trackio_receives_each_step(tmp_path, monkeypatch):
     trackers.log(StepReport(1, {"reward": 0.5, "loss": float("nan")}))
     trackers.close()
     assert any(path.is_file() for path in (tmp_path / "trackio").rglob("*"))
+
+
+def _ledger(planned_bytes: int) -> Ledger:
+    return Ledger((Entry("decode", planned_bytes, None),), planned_bytes, 5, 0)
+
+
+@given(cut=st.integers(0, 30))
+def test_after_a_resume_each_step_has_its_own_bytes_alone(tmp_path_factory, cut):
+    """The second attempt counts fewer steps, under another plan: nothing of the first is left behind its checkpoint."""
+    path = tmp_path_factory.mktemp("run")
+    with closing(RunFolder.open(_config(path))) as first:
+        for step in (1, 2, 3):
+            first.log_ledger(step, _ledger(10))
+    memory = path / "memory.jsonl"
+    memory.write_text(memory.read_text() + '{"step": 4, "entries": [{"phases"'[:cut])
+    with closing(RunFolder.open(_config(path, resume_from_checkpoint="auto"), resume_step=1)) as second:
+        assert [line["step"] for line in read_steps(memory)] == [1]
+        second.log_ledger(3, _ledger(20))
+    assert [(line["step"], line["planned_peak_bytes"]) for line in read_steps(memory)] == [(1, 10), (3, 20)]

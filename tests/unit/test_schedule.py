@@ -17,7 +17,7 @@ from rollplex.schedule.scripted import Durations, ScriptedExecutor, by_phase
 from rollplex.schedule.spec import AdvantageScope, Hold, Phase, PrefixMode, StepSpec, Task
 from rollplex.schedule.spec_from_config import steps_of_rollout
 from rollplex.schedule.step import Lane, Launch, Limits, StepState, run_step
-from rollplex.schedule.turn import group_order, peak_of_rest, stage_order
+from rollplex.schedule.turn import peak_of_rest
 
 PER_GROUP = [phase for phase in Phase if phase not in (Phase.OPTIMIZER, Phase.PUBLISH)]
 PASSES = [phase for phase in PER_GROUP if phase not in (Phase.DECODE, Phase.REWARD)]
@@ -179,7 +179,7 @@ def _check_memory(recorder: Recorder, spec: StepSpec, cap: int) -> int:
 
 
 def _smallest_cap(name: str, spec: StepSpec) -> int:
-    orders = [stage_order(spec)] + ([group_order(spec)] if name == "stream" else [])
+    orders = [spec.by_stage] + ([spec.by_group] if name == "stream" else [])
     return min(peak_of_rest(StepState(spec, Limits()), order)[0] for order in orders)
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollplex.errors import ConfigError
+from rollplex.errors import ConfigError, StateError
 from rollplex.schedule.pools import Disaggregated, RolloutPipe
 from rollplex.schedule.registry import POOL_SCHEDULES, schedule_named
 from rollplex.schedule.run import Async, InTurn, RunSchedule, run_steps
 from rollplex.schedule.scripted import ScriptedExecutor
 from rollplex.schedule.spec import AdvantageScope, Hold, Phase, PrefixMode, StepSpec, Task
-from rollplex.schedule.step import Lane, Launch, Limits, Schedule, run_step
+from rollplex.schedule.step import Lane, Launch, Limits, Schedule, StepState, run_step
 
 UPDATE = (Phase.ACTOR_PREFIX, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)
 
@@ -287,3 +287,24 @@ def test_admission_needs_whole_numbers_of_groups() -> None:
         RolloutPipe(frontier=0)
     with pytest.raises(ConfigError, match="floor is -1"):
         RolloutPipe(floor=-1)
+
+
+class Forgetful:
+    """Samples everything, and then starts nothing."""
+
+    name = "forgetful"
+
+    def check(self, spec: StepSpec, limits: Limits) -> None:
+        del spec, limits
+
+    def ready(self, state: StepState) -> tuple[Launch, ...]:
+        tasks = (Task(phase, 0) for phase in (Phase.PREFILL, Phase.DECODE))
+        return tuple(launch for launch in (Launch(task, Lane.MAIN) for task in tasks) if state.obstacle(launch) is None)
+
+
+@given(st.data())
+def test_a_run_that_is_stuck_names_the_step_and_the_phase(data: st.DataObject) -> None:
+    with pytest.raises(
+        StateError, match="step 0: schedule 'forgetful' launches nothing .* waits for reward of group 0"
+    ):
+        run_steps(InTurn(Forgetful()), Journal(data), [StepSpec(num_groups=1)] * 2, Limits())

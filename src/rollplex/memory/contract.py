@@ -29,9 +29,15 @@ _PREFIXES = (Phase.PREFILL, Phase.REF_PREFIX, Phase.ACTOR_PREFIX)
 _EVERY = tuple(Phase)
 
 
-def step_records(shape: StepShape, hardware: Hardware, timeline: Timeline) -> tuple[MemoryRecord, ...]:
-    """The records of one device, in the order in which a reader would tell them."""
-    build = _Builder(shape, hardware, timeline)
+def step_records(
+    shape: StepShape, hardware: Hardware, timeline: Timeline, *, varied: bool = True
+) -> tuple[MemoryRecord, ...]:
+    """The records of one device, in the order in which a reader would tell them.
+
+    varied: prompts and responses may be shorter than `shape` has them, which fills packs and micro-batches better, so
+    that each record is the most that any such step holds; off: all are just so long.
+    """
+    build = _Builder(shape, hardware, timeline, varied)
     records = [*build.weights(), *build.optimizer(), *build.rollout(), *build.boundary(), *build.passes()]
     return tuple(record for record in records if record.nbytes)
 
@@ -41,6 +47,34 @@ class _Builder:
     shape: StepShape
     hardware: Hardware
     timeline: Timeline
+    varied: bool
+
+    @property
+    def pack_prompts(self) -> int:
+        """Prompts of the fullest prefix pass."""
+        return self.shape.train_prompts if self.varied else self.shape.pack_prompts
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of the fullest prefix pass."""
+        shape = self.shape
+        if not self.varied:
+            return shape.pack_prompts * shape.prompt_tokens
+        return min(shape.train_prompts * shape.prompt_tokens, max(shape.prompt_tokens, shape.pack_budget_tokens))
+
+    @property
+    def pack_visual_tokens(self) -> int:
+        """Visual ones of these."""
+        return ceil(self.pack_tokens * self.shape.visual_tokens / self.shape.prompt_tokens)
+
+    @property
+    def response_batch(self) -> int:
+        """Response tokens of the fullest micro-batch."""
+        shape = self.shape
+        if not self.varied:
+            return shape.response_batch
+        everything = shape.train_prompts * shape.generations * shape.response_tokens
+        return min(everything, max(shape.response_tokens, shape.micro_batch_tokens))
 
     def weights(self) -> list[MemoryRecord]:
         """The policy in both layouts, and the reference."""
@@ -148,13 +182,15 @@ class _Builder:
         the end of a backward they stand where its activations stood."""
         shape = self.shape
         act = shape.activations_of(shape.train_tp, sequence_parallel=shape.sequence_parallel)
-        if shape.pack_prompts * shape.generations * shape.response_tokens > shape.response_batch:
+        several = self.pack_tokens < shape.train_prompts * shape.prompt_tokens
+        if self.pack_prompts * shape.generations * shape.response_tokens > self.response_batch:
             return nbytes
-        freed = act.decoder(shape.response_batch, prefix=False)
-        if shape.pack_prompts < shape.train_prompts:
-            pack, visual = shape.pack_prompts * shape.prompt_tokens, shape.pack_prompts * shape.visual_tokens
-            graph = act.decoder(pack, prefix=True) + self._tower(act, visual) if shape.activations == "graph" else 0
-            freed = min(freed, graph)
+        if several and self.varied:  # the first pack may be of one short prompt
+            return nbytes
+        freed = act.decoder(self.response_batch, prefix=False)
+        if several:
+            graph = act.decoder(self.pack_tokens, prefix=True) + self._tower(act, self.pack_visual_tokens)
+            freed = min(freed, graph if shape.activations == "graph" else 0)
         return max(0, nbytes - freed)
 
     def rollout(self) -> list[MemoryRecord]:
@@ -197,19 +233,28 @@ class _Builder:
     def boundary(self) -> list[MemoryRecord]:
         """Keys, values and last hidden states between the prefix passes and the responses, and their gradients."""
         shape = self.shape
-        prompt = shape.prompt_tokens * model_bytes.kv_bytes_per_token(shape.model, shape.dtype_bytes, shape.train_tp)
-        prompt += shape.model.text.hidden_size * shape.dtype_bytes
-        # In this process a serial step scores one pack after another, each prefix and its responses together.
-        scored = shape.pack_prompts if shape.local_engine and self.timeline.name == "serial" else shape.train_prompts
+        kv = model_bytes.kv_bytes_per_token(shape.model, shape.dtype_bytes, shape.train_tp)
+        hidden = shape.model.text.hidden_size * shape.dtype_bytes
+        degree = f"at TP{shape.train_tp}"
+        one = (
+            self.pack_tokens * kv + self.pack_prompts * hidden,
+            f"K, V of a pack of {self.pack_tokens} tokens {degree} + h",
+        )
+        every = (
+            shape.train_prompts * (shape.prompt_tokens * kv + hidden),
+            f"{shape.train_prompts} prompts x (K, V of {shape.prompt_tokens} tokens {degree} + h)",
+        )
+        # In this process, one pack after another is scored, each prefix and its responses together, unless prefixes run
+        # ahead beside decoding.
+        ahead = self.timeline.position(Phase.REF_PREFIX) == self.timeline.position(Phase.DECODE)
+        scored = one if shape.local_engine and not ahead else every
         records = []
-        for who, prompts, uses in (
+        for who, (nbytes, formula), uses in (
             ("reference", scored, (Phase.REF_PREFIX, Phase.REF_RESPONSE)),
-            ("actor", shape.train_prompts, (shape.prefix_producer, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)),
+            ("actor", every, (shape.prefix_producer, Phase.ACTOR_RESPONSE, Phase.PREFIX_BACKWARD)),
         ):
             if who == "reference" and not shape.reference:
                 continue
-            nbytes = prompts * prompt
-            formula = f"{prompts} prompts x (K, V of {shape.prompt_tokens} tokens at TP{shape.train_tp} + h)"
             others: tuple[Choice, ...] = ()
             visits = self.timeline.visits(uses, lasting=False)
             if visits > 1 and not shape.local_engine:  # the units of one process follow each other too closely
@@ -220,19 +265,19 @@ class _Builder:
                 MemoryRecord(f"{who} boundary", nbytes, ObjectClass.BOUNDARY, uses, False, (keep, *others), formula)
             )
         wide = max(4, shape.dtype_bytes)
-        elements = shape.pack_prompts * prompt // shape.dtype_bytes
+        elements = one[0] // shape.dtype_bytes
         cast = elements * shape.dtype_bytes if shape.dtype_bytes < wide else 0  # the backward takes them in the dtype
         held = {Phase.ACTOR_RESPONSE: elements * wide, Phase.PREFIX_BACKWARD: elements * wide + cast}
-        formula = f"gK, gV, gh of one pack of {shape.pack_prompts} prompts x {wide}, cast once for the backward"
+        formula = f"gK, gV, gh of one pack of {self.pack_tokens} tokens x {wide}, cast once for the backward"
         return [*records, self._local("boundary gradients", held, formula)]
 
     def passes(self) -> list[MemoryRecord]:
         """What the prefix and response passes keep for their backward, and what one layer needs while it runs."""
         shape = self.shape
         act = shape.activations_of(shape.train_tp, sequence_parallel=shape.sequence_parallel)
-        pack, batch = shape.pack_prompts * shape.prompt_tokens, shape.response_batch
+        pack, batch = self.pack_tokens, self.response_batch
         prefix_layer = act.working(pack, shape.chunk_tokens)
-        layer = max(prefix_layer, act.working_tower(shape.pack_prompts * shape.visual_tokens))
+        layer = max(prefix_layer, act.working_tower(self.pack_visual_tokens))
         # Where an eager pass keeps its graph, what a block of the tower needs is in it already.
         graphed = prefix_layer if shape.kernels == "eager" else layer
         forward = graphed if shape.activations == "graph" else layer
@@ -281,7 +326,7 @@ class _Builder:
         shape, link = self.shape, self.hardware.host_link
         text = shape.model.text
         tokens, visual = shape.train_prompts * shape.prompt_tokens, shape.train_prompts * shape.visual_tokens
-        pack, pack_visual = shape.pack_prompts * shape.prompt_tokens, shape.pack_prompts * shape.visual_tokens
+        pack, pack_visual = self.pack_tokens, self.pack_visual_tokens
         uses = (shape.prefix_producer, Phase.PREFIX_BACKWARD)
         kv = (
             0

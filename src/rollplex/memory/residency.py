@@ -30,13 +30,17 @@ class Residency:
     """Where the moved objects of one process are. Thread-safe: phases of two lanes may use one object at once."""
 
     def __init__(self, plan: MemoryPlan, objects: Mapping[str, HostCopies]):
-        """objects: by the names of the plan's records. Raises StateError for a name that the plan does not have."""
+        """objects: by the names of the plan's records; what the plan does not hold when a step begins is put away now.
+        Raises StateError for a name that the plan does not have."""
         records = {record.name: record for record in plan.records}
         unknown = sorted(set(objects) - set(records))
         if unknown:
             raise StateError(f"no records of these names in the memory plan: {unknown}; it has {sorted(records)}")
         self._lock = threading.Lock()
         self._objects = [_Object(records[name], plan.choices[name], copies) for name, copies in objects.items()]
+        for item in self._objects:
+            if not any(item.choice.held.get(phase) for phase in plan.timeline.segments[0]):
+                item.copies.put_away()
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -48,14 +52,15 @@ class Residency:
         used = [item for item in self._objects if phase in item.record.uses]
         with self._lock:
             for item in self._objects:
-                if item in used:
-                    item.users += 1
-                elif not item.users and not item.choice.held.get(phase) and item.copies.on_device:
+                idle = item not in used and not item.users and not item.choice.held.get(phase)
+                if idle and item.copies.on_device:
                     item.copies.put_away()
             for item in used:
                 if not item.copies.on_device:
                     item.copies.bring_back()
                 item.copies.wait()
+            for item in used:  # now that no move can fail any more
+                item.users += 1
         try:
             yield
         finally:

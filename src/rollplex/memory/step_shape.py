@@ -22,7 +22,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What one step consists of. Lengths are the longest, so that the plan holds for every batch."""
+    """What one step consists of. Lengths are the longest; contract.py says what shorter ones can make of a step."""
 
     model: ModelShape
     dtype_bytes: int
@@ -65,10 +65,14 @@ class StepShape:
         return ceil(self.prompts / (self.devices // self.rollout_tp))
 
     @property
+    def pack_budget_tokens(self) -> int:
+        """Token budget of one prefix pass; a longer prompt stands alone."""
+        return min(self.micro_batch_tokens, self.unit_tokens or self.micro_batch_tokens)
+
+    @property
     def pack_prompts(self) -> int:
         """Prompts that one prefix pass takes: as many as the token budget holds, one at least."""
-        budget = min(self.micro_batch_tokens, self.unit_tokens or self.micro_batch_tokens)
-        return min(self.train_prompts, max(1, budget // self.prompt_tokens))
+        return min(self.train_prompts, max(1, self.pack_budget_tokens // self.prompt_tokens))
 
     @property
     def prefix_producer(self) -> Phase:

@@ -79,4 +79,9 @@ ROLLPLEX = Timeline(
 )
 # Complete groups are trained on while others still decode.
 STREAM = Timeline("stream", (*_BEGIN, tuple(Phase)[1:-2], *_END))
+# The same with the window closed: when all are decoded, one group to its prefix backward after another. The next one's
+# reference passes so find the gradients of those before.
+STREAM_CLOSED = Timeline("stream, window closed", (*_BEGIN, (Phase.DECODE,), tuple(Phase)[2:-2], *_END))
 TIMELINES = {timeline.name: timeline for timeline in (SERIAL, ROLLPLEX, STREAM)}
+# Of the same schedules in a step without passes beside decoding.
+CLOSED_TIMELINES = {"serial": SERIAL, "rollplex": SERIAL, "stream": STREAM_CLOSED}

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from rollplex.errors import ModelError
 from rollplex.models.adapter import DecoderShape, FullBatch, VisionFeatures
 from rollplex.models.ranks import ALONE, TensorRanks, VocabEmbedding, VocabPart
+from rollplex.models.steady import by_rows, missing_rows
 from rollplex.types import PromptSpec
 
 
@@ -100,17 +102,17 @@ class QwenDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         attention, head_dim = layer.self_attn, self.shape.head_dim
         h_TC = self.ranks.enter(layer.input_layernorm(x_TC))
-        q_THD = attention.q_proj(h_TC).unflatten(-1, (-1, head_dim))
-        k_TKD = attention.k_proj(h_TC).unflatten(-1, (-1, head_dim))
-        v_TKD = attention.v_proj(h_TC).unflatten(-1, (-1, head_dim))
+        q_THD = by_rows(attention.q_proj, h_TC).unflatten(-1, (-1, head_dim))
+        k_TKD = by_rows(attention.k_proj, h_TC).unflatten(-1, (-1, head_dim))
+        v_TKD = by_rows(attention.v_proj, h_TC).unflatten(-1, (-1, head_dim))
         if self.has_qk_norm:
             q_THD, k_TKD = attention.q_norm(q_THD), attention.k_norm(k_TKD)
         return rotate(q_THD, cos_TD, sin_TD), rotate(k_TKD, cos_TD, sin_TD), v_TKD
 
     def finish(self, layer: Any, x_TC: torch.Tensor, attention_TC: torch.Tensor) -> torch.Tensor:
-        x_TC = x_TC + self.ranks.leave(layer.self_attn.o_proj(attention_TC))
+        x_TC = x_TC + self.ranks.leave(by_rows(layer.self_attn.o_proj, attention_TC))
         h_TC = self.ranks.enter(layer.post_attention_layernorm(x_TC))
-        return x_TC + self.ranks.leave(layer.mlp(h_TC))
+        return x_TC + self.ranks.leave(by_rows(layer.mlp, h_TC))
 
     def full_hidden(self, batch: FullBatch) -> torch.Tensor:
         if self.ranks.size > 1:
@@ -150,15 +152,27 @@ class QwenDecoder:
         weight = next(self.visual.parameters())
         pixels = torch.cat(chunks).to(device=weight.device, dtype=weight.dtype)
         grid_thw = torch.cat(grids).to(weight.device)
-        output = self.visual(pixels, grid_thw=grid_thw)
+        parts = self._tower(pixels, grid_thw)
         merge = self.visual.spatial_merge_size**2
         sizes = [int(grid.prod(-1).sum()) // merge for grid in grids]
         index = _placeholder_order(specs, order, sizes)
-        parts = (output.pooler_output, *getattr(output, "deepstack_features", ()))
         if index is not None:
             index = index.to(weight.device)
             parts = tuple(part.index_select(0, index) for part in parts)
         return VisionFeatures(embeds=parts[0], deepstack=tuple(parts[1:]))
+
+    def _tower(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Merged tokens, and those of each deepstack level. Where they are so few that their bits would depend on the
+        number of threads (steady.py), a blank picture is beside them: pictures do not see each other."""
+        side = self.visual.spatial_merge_size
+        tokens = pixels.shape[0] // side**2
+        blank = missing_rows(tokens, pixels)
+        if blank:
+            pixels = F.pad(pixels, (0, 0, 0, blank * side**2))
+            grid_thw = torch.cat([grid_thw, grid_thw.new_tensor([[1, side, side * blank]])])
+        output = self.visual(pixels, grid_thw=grid_thw)
+        parts = (output.pooler_output, *getattr(output, "deepstack_features", ()))
+        return tuple(part[:tokens] for part in parts) if blank else parts
 
 
 def _placeholder_order(

@@ -23,6 +23,7 @@ from rollplex.models.adapter import VisionFeatures
 from rollplex.models.attention import PrefixKV, accumulation_dtype, causal_attention
 from rollplex.models.policy import Policy
 from rollplex.models.row_chunks import RowChunks, joined
+from rollplex.models.steady import product
 from rollplex.types import PromptSpec
 
 Activations = Literal["graph", "checkpoint", "recompute", "none"]
@@ -198,9 +199,9 @@ def _last_layer(  # noqa: PLR0913, PLR0917 - same signature as _layer
     mixed = []
     for number, (k_PKD, v_PKD) in enumerate(zip(k_TKD.split(chunks.lengths), v_TKD.split(chunks.lengths), strict=True)):
         q_KED = q_THD[last_G[number]].unflatten(0, (-1, repeat))
-        scores_KEP = torch.matmul(q_KED * shape.scaling, k_PKD.permute(1, 2, 0))
+        scores_KEP = product(q_KED * shape.scaling, k_PKD.permute(1, 2, 0))
         weights_KEP = scores_KEP.softmax(-1, dtype=accumulation_dtype(scores_KEP.dtype)).to(scores_KEP.dtype)
-        mixed.append(torch.matmul(weights_KEP, v_PKD.transpose(0, 1)).flatten())
+        mixed.append(product(weights_KEP, v_PKD.transpose(0, 1)).flatten())
     return policy.adapter.finish(layer, x_TC[last_G], torch.stack(mixed)), k_TKD, v_TKD
 
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from rollplex.models.fused import FusedLayer, fuse_layer
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack
+from rollplex.models.steady import missing_rows
 from rollplex.rollout.decode_buckets import table, widest
-from rollplex.rollout.steady import missing_rows
 from rollplex.rollout.two_level import Grid, Places, attend, bias_where
 
 # Suffix caches grow by this many tokens at a time, so that short responses do not pay for max_completion_length.

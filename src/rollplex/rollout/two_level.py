@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollplex.rollout.steady import product
+from rollplex.models.steady import product
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from rollplex.planner.calibrate import FREE, fit, measured_spans
 from rollplex.planner.hardware import HARDWARE, Hardware, cpu, hardware, hardware_from_facts
 from rollplex.planner.traced_run import traced_steps
 from rollplex.recipes.load import load_config
-from rollplex.runtime.run_folder import CONFIG, METRICS, SPANS, read_metrics
+from rollplex.runtime.run_folder import CONFIG, METRICS, SPANS, read_steps
 from rollplex.trace import Span, from_jsonl
 
 _SLOWDOWN = "overlap/decode_slowdown"
@@ -131,4 +131,4 @@ def _read(folder: Path) -> _Run:
         spans = from_jsonl((folder / SPANS).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{folder / SPANS} is damaged: {error}") from error
-    return _Run(load_config(folder / CONFIG), spans, read_metrics(folder / METRICS))
+    return _Run(load_config(folder / CONFIG), spans, read_steps(folder / METRICS))

@@ -94,13 +94,11 @@ class RunFolder:
             raise CheckpointError(f"cannot write {self.path / TRACE}: {error} (run.output_dir)") from error
 
     def log_ledger(self, step: int, ledger: Ledger) -> None:
-        """Add planned and measured bytes of a step, in place of what an earlier attempt at it left."""
+        """Add planned and measured bytes of a step."""
         path = self.path / MEMORY
         try:
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] != step]
-            kept.append(json.dumps({"step": step, **dataclasses.asdict(ledger)}))
-            _write_atomically(path, "\n".join(kept) + "\n")
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **dataclasses.asdict(ledger)}) + "\n")
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error} (run.output_dir)") from error
 
@@ -141,11 +139,13 @@ class RunFolder:
 
     def _drop_after(self, step: int) -> None:
         self._drop_spans_after(step)
-        metrics = self.path / METRICS
-        if metrics.is_file():
-            kept = [line for line in read_metrics(metrics) if line["step"] <= step]
-            _write_atomically(metrics, "".join(json.dumps(line) + "\n" for line in kept))
-            self._steps = kept[-1]["step"] if kept else 0
+        for name in (METRICS, MEMORY):
+            path = self.path / name
+            if path.is_file():
+                kept = [line for line in read_steps(path) if line["step"] <= step]
+                _write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+                if name == METRICS:
+                    self._steps = kept[-1]["step"] if kept else 0
         (self.path / SUMMARY).unlink(missing_ok=True)
         completions.drop_after(self.path / "completions", step)
 
@@ -159,8 +159,11 @@ def free_folder(wanted: Path) -> Path:
     return folder
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without a last one that is cut. Raises CheckpointError for damage before it."""
+def read_steps(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl or memory.jsonl, without a last one that is cut.
+
+    Raises CheckpointError for damage before it.
+    """
     path = Path(path)
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     cut = lines.pop()  # empty when the last line is whole

@@ -18,7 +18,7 @@ from rollplex.memory.plan import MemoryPlan, plan_memory, unplanned
 from rollplex.memory.records import Policy as Held
 from rollplex.memory.residency import Residency
 from rollplex.memory.step_shape import StepShape
-from rollplex.memory.timeline import SERIAL, TIMELINES, Timeline
+from rollplex.memory.timeline import CLOSED_TIMELINES, TIMELINES, Timeline
 from rollplex.models.policy import Policy
 from rollplex.models.shapes import ModelShape
 from rollplex.planner.memory import GIB, memory_hardware, step_shape
@@ -87,7 +87,8 @@ def step_ledger(config: Config, memory: RunMemory, step: Counted) -> Ledger:
     """Planned and measured bytes of one step. Planned: for this step's own mean lengths, hence its sums of tokens, each
     object held as the run's plan says."""
     timeline = _timeline(config, overlapped=step.overlapped)
-    plan = unplanned(step_records(_shape(config, memory, step), memory_hardware(config), timeline), timeline)
+    records = step_records(_shape(config, memory, step), memory_hardware(config), timeline, varied=False)
+    plan = unplanned(records, timeline)
     if memory.plan is not None:
         for record in (record for record in plan.records if record.name in memory.plan.choices):
             wanted = memory.plan.choices[record.name]
@@ -144,6 +145,9 @@ def _check(config: Config, option: str, processes: int) -> None:
         "several optimizer steps per rollout keep prefixes of other kinds": (
             config.algorithm.num_iterations * config.algorithm.steps_per_generation > 1
         ),
+        f"which phases run at once under schedule.name {config.schedule.name} is not known": (
+            config.schedule.name not in TIMELINES
+        ),
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
@@ -152,4 +156,4 @@ def _check(config: Config, option: str, processes: int) -> None:
 
 def _timeline(config: Config, *, overlapped: bool) -> Timeline:
     """Which phases run at once."""
-    return TIMELINES[config.schedule.name] if overlapped else SERIAL
+    return (TIMELINES if overlapped else CLOSED_TIMELINES)[config.schedule.name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from rollplex.errors import ConfigError
 from rollplex.schedule.spec import REFERENCE, Phase, StepSpec
 from rollplex.schedule.step import Lane, Launch, Limits, StepState
-from rollplex.schedule.turn import Turn, stage_order
+from rollplex.schedule.turn import Turn
 
 
 class Hybrid:
@@ -40,7 +40,7 @@ class Hybrid:
 
     def ready(self, state: StepState) -> tuple[Launch, ...]:
         """The reference whenever it can go on; the rollout while a group is not decoded, then pass by pass."""
-        turn = Turn(state, stage_order(state.spec))
+        turn = Turn(state, state.spec.by_stage)
         turn.offer_rewards()
         for phase in (Phase.REF_RESPONSE, Phase.REF_PREFIX):  # complete groups first: the update waits for them
             turn.offer_all(phase, Lane.WINDOW)

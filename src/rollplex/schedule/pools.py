@@ -23,7 +23,7 @@ from itertools import pairwise
 from rollplex.errors import ConfigError
 from rollplex.schedule.spec import PREFIXES, REFERENCE, AdvantageScope, Phase, StepSpec, Task
 from rollplex.schedule.step import Lane, Launch, Limits, StepState
-from rollplex.schedule.turn import Turn, stage_order
+from rollplex.schedule.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Disaggregated:
 
     def ready(self, state: StepState) -> tuple[Launch, ...]:
         """Sampling; then, with all rewards there, training."""
-        turn = Turn(state, stage_order(state.spec))
+        turn = Turn(state, state.spec.by_stage)
         turn.offer_rewards()
         offer_sampling(turn)
         offer_training(turn, *all_groups(turn.state))
@@ -85,7 +85,7 @@ class RolloutPipe:
 
     def ready(self, state: StepState) -> tuple[Launch, ...]:
         """Sampling as admitted; whole units of what is complete to the trainers."""
-        turn = Turn(state, stage_order(state.spec))
+        turn = Turn(state, state.spec.by_stage)
         turn.offer_rewards()
         if self.fgd:
             self._offer_frontier(turn)

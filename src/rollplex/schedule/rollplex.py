@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollplex.schedule.spec import Phase, StepSpec
 from rollplex.schedule.step import Launch, Limits, StepState
-from rollplex.schedule.turn import Turn, check_memory, stage_order
+from rollplex.schedule.turn import Turn, check_memory
 
 
 class Rollplex:
@@ -18,11 +18,11 @@ class Rollplex:
 
     def check(self, spec: StepSpec, limits: Limits) -> None:
         """Runs every step that fits into memory one task at a time."""
-        check_memory(self.name, spec, limits, stage_order(spec))
+        check_memory(self.name, spec, limits, spec.by_stage)
 
     def ready(self, state: StepState) -> tuple[Launch, ...]:
         """The rollout first, prefixes beside it; after the last response pass by pass."""
-        turn = Turn(state, stage_order(state.spec))
+        turn = Turn(state, state.spec.by_stage)
         turn.offer_rewards()
         if not turn.state.all_done(Phase.DECODE):
             turn.offer_rollout()

@@ -14,8 +14,8 @@ from typing import Protocol
 from rollplex.errors import ConfigError, StateError
 from rollplex.schedule.pools import admitted, all_groups, check_pools, offer_sampling, offer_training
 from rollplex.schedule.spec import Phase, StepSpec, Task
-from rollplex.schedule.step import Lane, Launch, Limits, Schedule, StepState
-from rollplex.schedule.turn import Turn, stage_order
+from rollplex.schedule.step import Lane, Launch, Limits, Schedule, StepState, deadlock
+from rollplex.schedule.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,8 @@ def run_steps(schedule: RunSchedule, executor: RunExecutor, specs: Iterable[Step
                 executor.launch(step, launch)
                 launched = True
             if not launched and all(state.idle for state in states.values()):
-                raise StateError(
-                    f"schedule {schedule.name!r} launches nothing while nothing runs, in steps {[*states]}"
-                )
+                first, state = next(iter(states.items()))
+                raise StateError(f"step {first}: {deadlock(schedule.name, state)}")
             step, task = executor.wait()
             states[step] = states[step].finish(task)
             if states[step].finished:
@@ -129,7 +128,7 @@ class Async:
 
     def ready(self, run: RunState) -> Iterable[tuple[int, Launch]]:
         """Sampling, the older step first; then training, likewise."""
-        turns = {step: Turn(state, stage_order(state.spec)) for step, state in run.steps.items()}
+        turns = {step: Turn(state, state.spec.by_stage) for step, state in run.steps.items()}
         for step, turn in turns.items():
             turn.offer_rewards()
             older = [other.state for number, other in turns.items() if number < step]

@@ -29,7 +29,7 @@ from rollplex.errors import StateError
 from rollplex.schedule.progress import Event, Lane, Launch, Progress, events_of
 from rollplex.schedule.spec import Phase, StepSpec, Task
 
-__all__ = ["Executor", "Lane", "Launch", "Limits", "Schedule", "StepState", "run_step"]
+__all__ = ["Executor", "Lane", "Launch", "Limits", "Schedule", "StepState", "deadlock", "run_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,6 @@ class StepState:
     def launched(self, task: Task) -> bool:
         """Whether `task` was started, be it done or not."""
         return self.progress.launched(task)
-
-    def running_in(self, lane: Lane) -> tuple[Task, ...]:
-        """Tasks that run in `lane`."""
-        return tuple(self.progress.in_lane[lane])
 
     def busy(self, lane: Lane) -> int:
         """How many tasks run in `lane`."""
@@ -294,7 +290,7 @@ def run_step(schedule: Schedule, executor: Executor, spec: StepSpec, limits: Lim
                 state = state.launch(launch)
                 executor.launch(launch)
             if state.idle:
-                raise StateError(_deadlock(schedule, state))
+                raise StateError(deadlock(schedule.name, state))
             state = state.finish(executor.wait())
     except BaseException:
         executor.abort()
@@ -302,8 +298,9 @@ def run_step(schedule: Schedule, executor: Executor, spec: StepSpec, limits: Lim
     return state
 
 
-def _deadlock(schedule: Schedule, state: StepState) -> str:
-    """Names the first task that only the schedule, or memory, holds back: one exists, since needs have no cycle."""
+def deadlock(name: str, state: StepState) -> str:
+    """What to say of schedule `name` that launches nothing while nothing runs: the first task that only it, or memory,
+    holds back. One exists, since needs have no cycle."""
     task = next(task for task in state.spec.tasks if not state.is_done(task) and not state.missing(task))
     blocked = [other for other in state.spec.tasks if task in state.spec.needs(other)]
     waiting = f"; {blocked[0]} and {len(blocked) - 1} more wait for it" if blocked else ""
@@ -314,6 +311,6 @@ def _deadlock(schedule: Schedule, state: StepState) -> str:
             f"{state.limits.memory_bytes} (Limits.memory_bytes)"
         )
     return (
-        f"schedule {schedule.name!r} launches nothing while nothing runs, with {len(state.done)} of "
+        f"schedule {name!r} launches nothing while nothing runs, with {len(state.done)} of "
         f"{len(state.spec.tasks)} tasks done: it waits for {task}: {reason}{waiting}"
     )

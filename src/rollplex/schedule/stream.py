@@ -14,7 +14,7 @@ from enum import StrEnum
 from rollplex.errors import ConfigError
 from rollplex.schedule.spec import PER_STEP, AdvantageScope, Phase, StepSpec, Task
 from rollplex.schedule.step import Launch, Limits, StepState
-from rollplex.schedule.turn import Turn, check_memory, group_order, stage_order
+from rollplex.schedule.turn import Turn, check_memory
 
 
 class Scale(StrEnum):
@@ -51,7 +51,7 @@ _URGENCY = (
 def _orders(spec: StepSpec) -> tuple[tuple[Task, ...], ...]:
     """Rollouts of all groups first where they fit together, so that no boundary takes the room of a rollout; else one
     group to its end before the next is begun, which needs the least."""
-    return stage_order(spec), group_order(spec)
+    return spec.by_stage, spec.by_group
 
 
 class Stream:

@@ -15,16 +15,6 @@ from rollplex.schedule.spec import Phase, StepSpec, Task
 from rollplex.schedule.step import Lane, Launch, Limits, StepState
 
 
-def stage_order(spec: StepSpec) -> tuple[Task, ...]:
-    """All tasks, stage after stage: rollout of all groups, then their scoring, then their update; group by group."""
-    return spec.by_stage
-
-
-def group_order(spec: StepSpec) -> tuple[Task, ...]:
-    """All tasks, group after group, each from its prefill to its prefix backward."""
-    return spec.by_group
-
-
 def peak_of_rest(state: StepState, order: Sequence[Task], also: Task | None = None) -> tuple[int, Task | None]:
     """Most bytes held at once, and the task at which, when all running tasks end and the rest runs one by one.
 
