@@ -20,11 +20,6 @@ class MemoryConfig(Section):
         None, gt=0, description="Device memory that a plan may use, in GiB; absent: only what would be held is counted."
     )
     devices: int = Field(1, ge=1, description="Devices of the whole job; a multiple of both degrees of sharing.")
-    schedule: Literal["serial", "rollplex", "stream"] = Field(
-        "serial",
-        description="Order of phases that memory is counted for: one after another, both prefixes beside decoding, or "
-        "training on complete groups besides.",
-    )
     sequence_parallel: bool = Field(
         True, description="Share out activations between norms too among the ranks of training's tensor parallelism."
     )

@@ -157,6 +157,11 @@ def test_stream_equals_serial_but_for_the_order_of_sums(variant: str, loss: str,
         found, after, beside = _weights_after(_config(tmp_path, {**OPEN, "name": "stream"}, **sections))
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+    apart, size = (
+        torch.cat([tensor.flatten() for tensor in tensors]).norm()
+        for tensors in ([found[name] - wanted[name] for name in wanted], list(wanted.values()))
+    )
+    assert apart / size <= 1e-12
     assert any(beside)
     for a, b in zip(before, after, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-9, abs=1e-12)

@@ -35,6 +35,23 @@ def _by_name(records: tuple[MemoryRecord, ...]) -> dict[str, MemoryRecord]:
     return {record.name: record for record in records}
 
 
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        (("schedule.name=rollplex",), "rollplex"),
+        (("schedule.name=rollplex", "schedule.overlap=off"), "serial"),
+        (("schedule.name=stream", "schedule.overlap=off"), "stream, window closed"),
+    ],
+)
+def test_memory_is_counted_for_the_schedule_that_a_run_would_have(changes: tuple[str, ...], counted: str) -> None:
+    assert memory_section(_published(*changes))["schedule"] == counted
+
+
+def test_memory_of_a_schedule_whose_phases_are_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="found 'rolloutpipe', needed one of serial, rollplex, stream"):
+        memory_section(_published("schedule.name=rolloutpipe"))
+
+
 def test_published_terms() -> None:
     """Sizes of research/rl_systems.md 2.5, in GiB; that table leaves the vision tower (689 M parameters) out."""
     records = _by_name(step_records(step_shape(_published()), HARDWARE, ROLLPLEX))

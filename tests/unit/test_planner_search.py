@@ -205,7 +205,7 @@ def test_hidden_time_is_the_schedules(found: Search) -> None:
 def test_memory_is_that_of_the_memory_section(schedule: str, devices: int, train: Parallel, rollout: Parallel) -> None:
     """Without a pipeline, colocated: the same records, whichever of the two commands counts them."""
     degrees = f"train_tp={train.tensor}", f"rollout_tp={rollout.tensor}"
-    config = _config(*degrees, f"memory.devices={devices}", f"memory.schedule={schedule}", "memory.cap_gib=null")
+    config = _config(*degrees, f"memory.devices={devices}", f"schedule.name={schedule}", "memory.cap_gib=null")
     workload = _workload(devices)
     plan = Arrangement(schedule, train, rollout)
     (need,) = needs(workload.shape, workload.counts, H800.hardware, plan)

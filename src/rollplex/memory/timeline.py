@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from rollplex.errors import ConfigError
 from rollplex.schedule.spec import Phase
 
 
@@ -85,3 +86,16 @@ STREAM_CLOSED = Timeline("stream, window closed", (*_BEGIN, (Phase.DECODE,), tup
 TIMELINES = {timeline.name: timeline for timeline in (SERIAL, ROLLPLEX, STREAM)}
 # Of the same schedules in a step without passes beside decoding.
 CLOSED_TIMELINES = {"serial": SERIAL, "rollplex": SERIAL, "stream": STREAM_CLOSED}
+
+
+def timeline_of(schedule: str, *, overlapped: bool) -> Timeline:
+    """Which phases run at once. overlapped: passes may run beside decoding.
+
+    Raises ConfigError for a schedule of which that is not known: one of its own class, or for several devices.
+    """
+    if schedule not in TIMELINES:
+        raise ConfigError(
+            f"memory is counted for one device, on which phases run at once as schedule.name says; found {schedule!r}, "
+            f"needed one of {', '.join(TIMELINES)}"
+        )
+    return (TIMELINES if overlapped else CLOSED_TIMELINES)[schedule]

@@ -13,7 +13,7 @@ from rollplex.memory.contract import VISION_CACHE_BYTES, step_records
 from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import MemoryRecord, Policy, held_in
 from rollplex.memory.step_shape import Hardware, StepShape
-from rollplex.memory.timeline import TIMELINES
+from rollplex.memory.timeline import timeline_of
 from rollplex.models.shapes import ModelShape, shape_of
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ def memory_section(config: Config) -> dict[str, Any]:
     """
     memory, shape = config.memory, step_shape(config)
     refuse_experts(shape.model, "memory")
-    timeline = TIMELINES[memory.schedule]
+    timeline = timeline_of(config.schedule.name, overlapped=config.schedule.overlap != "off")
     hardware = memory_hardware(config)
     records = step_records(shape, hardware, timeline)
     naive = unplanned(records, timeline)

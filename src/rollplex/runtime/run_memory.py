@@ -18,7 +18,7 @@ from rollplex.memory.plan import MemoryPlan, plan_memory, unplanned
 from rollplex.memory.records import Policy as Held
 from rollplex.memory.residency import Residency
 from rollplex.memory.step_shape import StepShape
-from rollplex.memory.timeline import CLOSED_TIMELINES, TIMELINES, Timeline
+from rollplex.memory.timeline import TIMELINES, timeline_of
 from rollplex.models.policy import Policy
 from rollplex.models.shapes import ModelShape
 from rollplex.planner.memory import GIB, memory_hardware, step_shape
@@ -58,7 +58,7 @@ def run_memory(config: Config, policy: Policy) -> RunMemory:
     cap, own = config.memory.cap_gib, config.train.prefix_activations
     if cap is None:
         return RunMemory(model, None, own)
-    timeline = _timeline(config, overlapped=config.schedule.overlap != "off")
+    timeline = timeline_of(config.schedule.name, overlapped=config.schedule.overlap != "off")
     shape = dataclasses.replace(step_shape(config), model=model)
     plan = plan_memory(step_records(shape, memory_hardware(config), timeline), timeline, int(cap * GIB))
     chunk = {Held.KEEP: None, Held.OFFLOAD: 1 << 62, Held.STREAM: config.memory.stream_chunk_mib << 20}
@@ -86,7 +86,7 @@ class Counted:
 def step_ledger(config: Config, memory: RunMemory, step: Counted) -> Ledger:
     """Planned and measured bytes of one step. Planned: for this step's own mean lengths, hence its sums of tokens, each
     object held as the run's plan says."""
-    timeline = _timeline(config, overlapped=step.overlapped)
+    timeline = timeline_of(config.schedule.name, overlapped=step.overlapped)
     records = step_records(_shape(config, memory, step), memory_hardware(config), timeline, varied=False)
     plan = unplanned(records, timeline)
     if memory.plan is not None:
@@ -152,8 +152,3 @@ def _check(config: Config, option: str, processes: int) -> None:
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
         raise ConfigError(f"{option} needs a step whose memory can be counted, but {'; '.join(found)}; leave it out")
-
-
-def _timeline(config: Config, *, overlapped: bool) -> Timeline:
-    """Which phases run at once."""
-    return (TIMELINES if overlapped else CLOSED_TIMELINES)[config.schedule.name]
