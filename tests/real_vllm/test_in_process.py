@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_rig import GENERATIONS, MAX_TOKENS, NAMES, VllmRig, finish, low_ids
+from vllm_rig import EXACT, GENERATIONS, MAX_TOKENS, NAMES, VllmRig, finish, low_ids
 
 from numerics.cases import EXAMPLES
 from rollplex.config import RewardConfig
@@ -16,8 +16,6 @@ from rollplex.rollout.local_engine import LocalEngine
 from rollplex.runtime.collect import Collector, Slot
 from rollplex.tasks.rewards import RewardRunner, TrainerState
 from rollplex.types import Example, FinishReason
-
-EXACT = 1e-5  # float32: different kernels, the same numbers
 
 
 def test_log_probs_are_ours_while_the_vision_tower_trains(rig: VllmRig) -> None:

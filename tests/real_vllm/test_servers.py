@@ -12,7 +12,7 @@ from typing import cast
 import psutil
 import pytest
 import torch
-from vllm_rig import GENERATIONS, NAMES, VllmRig, finish
+from vllm_rig import EXACT, GENERATIONS, NAMES, VllmRig, finish
 
 from rollplex.config import LoraConfig
 from rollplex.errors import DeadlineError, StateError
@@ -21,7 +21,6 @@ from rollplex.rollout.server import ServerHost
 from rollplex.rollout.weight_push import SharedBucket, fill
 from rollplex.weights.segment import Segment
 
-EXACT = 1e-5
 FAMILY = "qwen2_5_vl"
 
 

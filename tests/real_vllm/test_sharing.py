@@ -11,14 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 import vllm_rig
-from vllm_rig import VllmRig
+from vllm_rig import EXACT, VllmRig
 
 from rollplex.config import LoraConfig
 from rollplex.planner.engine_weights import engine_weight_facts
 from rollplex.rollout.server import ServerHost
 from rollplex.weights.lending import EngineSharing, Way
 
-EXACT = 1e-5
 FAMILY = "qwen2_5_vl"
 
 
