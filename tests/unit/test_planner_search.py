@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -27,6 +28,7 @@ from rollplex.planner.search import (
     on_devices,
     search,
     step_seconds,
+    to_consider,
 )
 from rollplex.planner.search_report import answer, search_facts, search_lines
 from rollplex.planner.step_bound import StepBound
@@ -196,6 +198,19 @@ def test_hidden_time_is_the_schedules(found: Search) -> None:
     hidden = {name: breakdown(found.workload, ranked.plan, 0.0).hidden_s for name, ranked in found.by_schedule.items()}
     assert hidden["serial"] == hidden["disaggregated"] == 0
     assert min(hidden["rollplex"], hidden["stream"], hidden["async"]) > 0
+
+
+def test_whoever_watches_a_search_sees_each_arrangement_once(found: Search) -> None:
+    seen: list[int] = []
+
+    def watched(items: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+        for item in items:
+            yield item
+            seen.append(item[1])
+
+    again = search(_config(), 4, H800, watched=watched)
+    assert sorted(seen) == list(range(len(to_consider(again.workload, 4).plans)))
+    assert again.best == found.best
 
 
 @pytest.mark.parametrize("schedule", ["serial", "rollplex", "stream"])

@@ -8,7 +8,7 @@ held under the cap (fit.py) and run in virtual time; the seconds that its memory
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollplex.config import Config
@@ -24,6 +24,12 @@ GIB = 1 << 30
 STEPS = 3
 # A bound takes the line of a decode step at other rows than the simulation: this is for the curvature between them.
 _SLACK = 0.97
+
+Bounded = tuple[float, int]
+"""A bound in seconds, and the number of the arrangement it is of."""
+
+Watched = Callable[[Sequence[Bounded]], Iterable[Bounded]]
+"""Gives what it gets, one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +112,10 @@ def to_consider(workload: Workload, devices: int) -> Considered:
     return Considered(plans, found.left_out)
 
 
-def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4) -> Search:
+def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4, watched: Watched = iter) -> Search:
     """The fastest `keep` arrangements of the recipe's step on `devices` devices.
 
+    watched: gives the arrangements back one by one, for whoever shows how far the search is: it can take minutes.
     Raises ConfigError where nothing divides; `best` is empty where nothing fits (remedies.py says what would help).
     """
     workload = Workload(on_devices(config, devices), assumed)
@@ -120,7 +127,7 @@ def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4)
             f"--gpus {devices}: no arrangement divides the model and {shape.prompts} prompts "
             f"({_counted(found.left_out)}); change --gpus or rollout.prompts_per_step"
         )
-    return _Search(workload, cap, keep, found).run(devices)
+    return _Search(workload, cap, keep, found).run(devices, watched)
 
 
 class _Search:
@@ -130,12 +137,12 @@ class _Search:
         self.best: list[Ranked] = []
         self.by_schedule: dict[str, Ranked] = {}
 
-    def run(self, devices: int) -> Search:
+    def run(self, devices: int, watched: Watched) -> Search:
         """All of them in the order of their bounds."""
         considered = len(self.found.plans) + sum(self.found.left_out.values())
         bound = StepBound(self.workload, range(1, STEPS))
         ordered = sorted(((bound.seconds(plan) * _SLACK, n) for n, plan in enumerate(self.found.plans)))
-        for bound_s, number in ordered:
+        for bound_s, number in watched(ordered):
             plan = self.found.plans[number]
             if bound_s >= self._worth(plan):
                 self.found.leave_out("ruled out by their bound")

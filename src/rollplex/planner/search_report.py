@@ -15,7 +15,7 @@ from rollplex.planner.fit import Fit
 from rollplex.planner.hardware import hardware_facts
 from rollplex.planner.parallel import Parallel
 from rollplex.planner.remedies import refusal
-from rollplex.planner.search import GIB, Ranked, Search, search
+from rollplex.planner.search import GIB, Ranked, Search, Watched, search
 from rollplex.planner.sharing import sharing_facts
 from rollplex.planner.workload import Assumptions
 from rollplex.weights.layout import Sharing
@@ -25,9 +25,9 @@ _AXES = ("tensor", "pipeline", "data", "context", "expert")
 _COLUMNS = f"{'':3}{'s/step':>8}  {'schedule':<14}{'training':<21}{'rollout':<21}{'GiB':>12}{'moves s':>9}  limit"
 
 
-def answer(config: Config, devices: int, assumed: Assumptions) -> dict[str, Any]:
+def answer(config: Config, devices: int, assumed: Assumptions, watched: Watched = iter) -> dict[str, Any]:
     """Search and report. Raises ConfigError with the smallest change that would fit where nothing does."""
-    found = search(config, devices, assumed)
+    found = search(config, devices, assumed, watched=watched)
     if not found.by_schedule:
         raise refusal(config, devices, assumed)
     return search_facts(config, found)
