@@ -173,7 +173,7 @@ def plan(
     from rollplex.planner.search_report import answer, search_lines
     from rollplex.planner.workload import Assumptions
     from rollplex.runtime.calibration import device_named
-    from rollplex.runtime.watched import watched
+    from rollplex.runtime.search_bar import search_bar
 
     with _clean_errors(show_traceback):
         config = load_config(recipe_path(recipe), overrides or ())
@@ -189,7 +189,7 @@ def plan(
             if section:
                 raise ConfigError("--section is a part of the recipe's own plan; needed without --gpus and --hardware")
             assumed = Assumptions(device_named(hardware), response_tokens, spread, contention, seed)
-            facts = answer(config, config.memory.devices if gpus is None else gpus, assumed, watched)
+            facts = answer(config, config.memory.devices if gpus is None else gpus, assumed, search_bar)
             lines = search_lines(facts, explain=explain)
         if as_json:
             typer.echo(json.dumps(facts))

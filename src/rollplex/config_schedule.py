@@ -31,10 +31,10 @@ class ScheduleConfig(Section):
     chunk_tokens: int | None = Field(
         None,
         ge=32,
-        description="Prompt tokens that one kernel of a prefix pass takes: longer passes run each layer in chunks, so "
-        "that no kernel holds decoding up for long on a GPU; absent: whole passes. The same under every schedule and "
-        "overlap, since it decides the order of sums; at least 32, since bits of very few rows depend on threads. The "
-        "vision tower is not cut.",
+        description="Prompt tokens that one product, norm or attention call of a prefix pass takes: longer passes run "
+        "each layer in chunks, so that no kernel holds decoding up for long on a GPU; absent: whole passes. The same "
+        "under every schedule and overlap, since it decides the order of sums; at least 32, below which kernels are "
+        "mostly launches. The vision tower is not cut.",
     )
     decode_threads: int | None = Field(
         None, ge=1, description="CPU threads of decoding; absent: all that the window does not take."

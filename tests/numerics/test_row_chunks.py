@@ -121,11 +121,7 @@ def test_the_three_ways_to_hold_activations_have_the_same_bits(family):
         assert all(map(torch.equal, found[0], other))
 
 
-# dtype: times as far from the truth as a whole pass. Autograd adds the chunks' gradients of a weight in its own dtype.
-NARROW = {torch.float32: 1.25, torch.bfloat16: 1.25}
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_narrow_dtypes_lose_no_more_than_in_whole_passes(family, dtype):
     """Truth: the same update in fp64 on the same (rounded) weights. Sixteen chunks or so."""
@@ -144,4 +140,4 @@ def test_narrow_dtypes_lose_no_more_than_in_whole_passes(family, dtype):
         )
         for chunk in (None, chunk_tokens)
     )
-    assert 0 < chunked < NARROW[dtype] * whole
+    assert 0 < chunked < 1.25 * whole  # autograd adds the gradients of a weight from the chunks in its own dtype

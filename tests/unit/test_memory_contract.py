@@ -48,7 +48,7 @@ def test_memory_is_counted_for_the_schedule_that_a_run_would_have(changes: tuple
 
 
 def test_memory_of_a_schedule_whose_phases_are_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="found 'rolloutpipe', needed one of serial, rollplex, stream"):
+    with pytest.raises(ConfigError, match="schedule.name is 'rolloutpipe'.*needed one of serial, rollplex, stream"):
         memory_section(_published("schedule.name=rolloutpipe"))
 
 

@@ -85,17 +85,17 @@ STREAM = Timeline("stream", (*_BEGIN, tuple(Phase)[1:-2], *_END))
 STREAM_CLOSED = Timeline("stream, window closed", (*_BEGIN, (Phase.DECODE,), tuple(Phase)[2:-2], *_END))
 TIMELINES = {timeline.name: timeline for timeline in (SERIAL, ROLLPLEX, STREAM)}
 # Of the same schedules in a step without passes beside decoding.
-CLOSED_TIMELINES = {"serial": SERIAL, "rollplex": SERIAL, "stream": STREAM_CLOSED}
+_CLOSED = {"serial": SERIAL, "rollplex": SERIAL, "stream": STREAM_CLOSED}
 
 
 def timeline_of(schedule: str, *, overlapped: bool) -> Timeline:
     """Which phases run at once. overlapped: passes may run beside decoding.
 
-    Raises ConfigError for a schedule of which that is not known: one of its own class, or for several devices.
+    Raises ConfigError for a schedule of which that is not known: one of its own class, or with pools.
     """
     if schedule not in TIMELINES:
         raise ConfigError(
-            f"memory is counted for one device, on which phases run at once as schedule.name says; found {schedule!r}, "
-            f"needed one of {', '.join(TIMELINES)}"
+            f"schedule.name is {schedule!r}: which of its phases run at once is not known, so its memory cannot be "
+            f"counted; needed one of {', '.join(TIMELINES)}"
         )
-    return (TIMELINES if overlapped else CLOSED_TIMELINES)[schedule]
+    return (TIMELINES if overlapped else _CLOSED)[schedule]

@@ -1,4 +1,4 @@
-"""How a prompt pass cuts its rows, so that no kernel of it takes more than so many tokens.
+"""How a prompt pass cuts its rows, so that no product of it takes more than so many tokens.
 
 Beside decoding on a GPU a pass is a queue of kernels, and decoding waits for the one that runs. A whole video in one
 kernel per product makes that wait long; `schedule.chunk_tokens` bounds it inside a prompt:
@@ -6,9 +6,10 @@ kernel per product makes that wait long; `schedule.chunk_tokens` bounds it insid
     projections, norms, MLP     take each row by itself: any neighbouring rows of the pack, across prompts too
     attention                   some queries of one prompt and all its keys up to the last of them
 
-Parts are as even as can be: a short rest would be as many kernels for less work, and on a CPU attention of 1 to 3 rows
-and products of 5 to 7 and 9 to 11 (rollout/steady.py) have other last bits on one thread than on two. From 23 rows on
-no chunk is that short; `schedule.chunk_tokens` begins at 32.
+Parts are as even as can be: a short rest would be as many kernels for less work, and attention of 1 to 3 rows has other
+last bits on one thread of a CPU than on two (few rows of products: steady.py). Not cut: copies, the embedding, and the
+last layer's scores of each prompt's last position. An attention kernel reads all keys so far, so that its time still
+grows with the prompt.
 """
 
 from __future__ import annotations

@@ -81,8 +81,12 @@ class Fit:
     """A need and how it is met."""
 
     where: str
-    naive_bytes: int
     plan: MemoryPlan
+
+    @property
+    def naive_bytes(self) -> int:
+        """Peak with every record kept."""
+        return self._naive.peak_bytes
 
     def at_peaks(self) -> dict[str, tuple[int, int]]:
         """Bytes of each record in the plan's fullest segment, and in the fullest where all is kept: both add up."""

@@ -170,7 +170,7 @@ def cpu(cores: int, memory_bytes: float) -> Hardware:
         decode_kernels=0.0,
     )
     own = Link(8 * _GB, 1e-6)  # one device: nothing is sent
-    source = "nominal; the efficiencies are to be fitted"
+    source = "nominal rates; efficiencies start where fits on two cores of an AMD EPYC ended"
     return Hardware("cpu", 64e9 * cores, memory_bytes, 8 * _GB * cores, own, own, 8 * _GB, 1, source, start)
 
 

@@ -13,7 +13,7 @@ from rollplex.memory.contract import VISION_CACHE_BYTES, step_records
 from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import MemoryRecord, Policy, held_in
 from rollplex.memory.step_shape import Hardware, StepShape
-from rollplex.memory.timeline import timeline_of
+from rollplex.memory.timeline import Timeline, timeline_of
 from rollplex.models.shapes import ModelShape, shape_of
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ def memory_section(config: Config) -> dict[str, Any]:
     """
     memory, shape = config.memory, step_shape(config)
     refuse_experts(shape.model, "memory")
-    timeline = timeline_of(config.schedule.name, overlapped=config.schedule.overlap != "off")
+    timeline = step_timeline(config)
     hardware = memory_hardware(config)
     records = step_records(shape, hardware, timeline)
     naive = unplanned(records, timeline)
@@ -94,6 +94,11 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{size(segment['naive_gib']):>8} {size(segment['planned_gib']):>8}  {segment['phases']}"
     for removed in facts["removed_in_turn"]:
         yield f"without {removed['policy']} of {removed['record']}: {size(removed['peak_gib'])}"
+
+
+def step_timeline(config: Config) -> Timeline:
+    """Which phases of a recipe's step may run at once. Raises ConfigError for a schedule of which that is not known."""
+    return timeline_of(config.schedule.name, overlapped=config.schedule.overlap != "off")
 
 
 def step_shape(config: Config) -> StepShape:

@@ -40,7 +40,7 @@ def refusal(config: Config, devices: int, assumed: Assumptions) -> ConfigError:
 
     changes = [
         *_settings(config, devices, assumed),
-        *(f"train.micro_batch_tokens={less} (of {tokens})" for less in _most(_micro_batches(config), shorter)),
+        *(f"train.micro_batch_tokens={less} (of {tokens})" for less in _most(range(1, tokens), shorter)),
         *_larger(config, devices, assumed, least),
         *(f"rollout.prompts_per_step={n} (of {prompts}; another update)" for n in _most(range(1, prompts), fewer)),
     ]
@@ -62,13 +62,6 @@ def _settings(config: Config, devices: int, assumed: Assumptions) -> Iterator[st
     yield from (f"memory.{option}=on" for option in alone)
     if len(off) > 1 and not alone and on(*off):
         yield " ".join(f"memory.{option}=on" for option in off)
-
-
-def _micro_batches(config: Config) -> list[int]:
-    """Shorter ones, rising: micro-batches hold whole responses, and packs whole prompts (memory/step_shape.py)."""
-    most, prompt = config.train.micro_batch_tokens, config.data.max_prompt_tokens or 1
-    whole = {n for length in (config.rollout.max_completion_length, prompt) for n in range(length, most, length)}
-    return sorted(whole | ({1} if most > 1 else set()))
 
 
 def _most(rising: Sequence[int], fits: Callable[[int], bool]) -> Iterator[int]:

@@ -29,7 +29,7 @@ Bounded = tuple[float, int]
 """A bound in seconds, and the number of the arrangement it is of."""
 
 Watched = Callable[[Sequence[Bounded]], Iterable[Bounded]]
-"""Gives what it gets, one by one."""
+"""Gives what it gets, one by one, for whoever shows how far a search is: it can take minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,6 @@ def to_consider(workload: Workload, devices: int) -> Considered:
 def search(config: Config, devices: int, assumed: Assumptions, *, keep: int = 4, watched: Watched = iter) -> Search:
     """The fastest `keep` arrangements of the recipe's step on `devices` devices.
 
-    watched: gives the arrangements back one by one, for whoever shows how far the search is: it can take minutes.
     Raises ConfigError where nothing divides; `best` is empty where nothing fits (remedies.py says what would help).
     """
     workload = Workload(on_devices(config, devices), assumed)
@@ -167,7 +166,7 @@ class _Search:
             if name in there:
                 reasons[name] = f"fits nowhere under {self.cap / GIB:.2f} GiB a device"
             elif name not in COLOCATED and devices < 2:
-                reasons[name] = "two pools take two devices (--gpus)"
+                reasons[name] = f"{name} takes 2 devices or more, found --gpus {devices}"
             elif refusal is not None:
                 reasons[name] = refusal
             elif name in COLOCATED:
@@ -229,7 +228,7 @@ class Fitting:
         if part.key not in self._fits:
             need = self._need(part)
             plan = need.plan(self._cap)
-            self._fits[part.key] = None if plan is None else Fit(part.where, need.naive_bytes, plan)
+            self._fits[part.key] = None if plan is None else Fit(part.where, plan)
         return self._fits[part.key]
 
 

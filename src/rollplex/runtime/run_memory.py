@@ -21,7 +21,7 @@ from rollplex.memory.step_shape import StepShape
 from rollplex.memory.timeline import TIMELINES, timeline_of
 from rollplex.models.policy import Policy
 from rollplex.models.shapes import ModelShape
-from rollplex.planner.memory import GIB, memory_hardware, step_shape
+from rollplex.planner.memory import GIB, memory_hardware, step_shape, step_timeline
 from rollplex.schedule.spec import Phase
 from rollplex.trace import Span
 from rollplex.train.reference import Reference
@@ -58,7 +58,7 @@ def run_memory(config: Config, policy: Policy) -> RunMemory:
     cap, own = config.memory.cap_gib, config.train.prefix_activations
     if cap is None:
         return RunMemory(model, None, own)
-    timeline = timeline_of(config.schedule.name, overlapped=config.schedule.overlap != "off")
+    timeline = step_timeline(config)
     shape = dataclasses.replace(step_shape(config), model=model)
     plan = plan_memory(step_records(shape, memory_hardware(config), timeline), timeline, int(cap * GIB))
     chunk = {Held.KEEP: None, Held.OFFLOAD: 1 << 62, Held.STREAM: config.memory.stream_chunk_mib << 20}
