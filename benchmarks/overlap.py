@@ -144,6 +144,12 @@ class Arm:
         return median(step.seconds for step in self.steps)
 
 
+def on_two_cores(arm: str) -> dict[str, dict[str, Any]]:
+    """The options of an arm where decoding has one of two cores."""
+    options = ARMS[arm]
+    return {**options, "schedule": {**TWO_CORES, **options["schedule"]}}
+
+
 def config_of(folder: Path, setting: Setting, beta: float, arm: Mapping[str, Any], threads: int) -> Config:
     """One arm's configuration."""
     tree: dict[str, dict[str, Any]] = {
@@ -229,10 +235,8 @@ def _bound_of(step: Step, slow: Mapping[str, float], *, streaming: bool) -> floa
 def measure(folder: Path, name: str, beta: float, arguments: argparse.Namespace) -> dict[str, Any]:
     """All arms at one setting."""
     setting, tailed = setting_named(name)
-    chosen = {arm: ARMS[arm] for arm in arguments.arms}
-    two_cores = {a: {**o, "schedule": {**TWO_CORES, **o["schedule"]}} for a, o in chosen.items()}
-    arms = [Arm(arm, config_of(folder, setting, beta, options, 2), tailed=tailed) for arm, options in two_cores.items()]
-    one_core = Arm("one core", config_of(folder, setting, beta, two_cores["serial"], 1), tailed=tailed)
+    arms = [Arm(arm, config_of(folder, setting, beta, on_two_cores(arm), 2), tailed=tailed) for arm in arguments.arms]
+    one_core = Arm("one core", config_of(folder, setting, beta, on_two_cores("serial"), 1), tailed=tailed)
     torch.set_num_threads(2)
     try:
         few = min(arguments.steps, FEW_STEPS)

@@ -51,6 +51,16 @@ class MemoryPlan:
         return max(self.segment_bytes, default=0)
 
     @property
+    def fullest(self) -> int:
+        """Number of that segment."""
+        return self.segment_bytes.index(self.peak_bytes)
+
+    @property
+    def fullest_phases(self) -> str:
+        """What runs in it."""
+        return self.timeline.labels[self.fullest]
+
+    @property
     def exposed_s(self) -> float:
         """Seconds per step that the plan adds to one in which everything is kept."""
         return sum(choice.restore_s for choice in self.choices.values())

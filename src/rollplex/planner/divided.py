@@ -82,8 +82,8 @@ class _Shares:
         """Of what tensor parallelism and, sharded, the replicas alone leave."""
         whole = rank_parameters(self.counts.shape, self.train.tensor)
         counted = whole.total if self.counts.vision_trained else whole.text
-        held = self.train.trained_copies(self.counts)
-        return sum(size * (self.train.data / copies if sharded else 1.0) for size, copies in held) / counted
+        share = self.train.data if sharded else 1
+        return self.train.optimized(self.counts, sharded=sharded) * share / counted
 
     def _wider(self, plan: Parallel, sequence: bool) -> float:
         """What a layer of experts keeps over one with an MLP as wide as a single expert."""

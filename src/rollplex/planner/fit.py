@@ -76,26 +76,25 @@ class Need:
         return smallest_cap(self.records, self.timeline).cap_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Fit:
     """A need and how it is met."""
 
     where: str
     plan: MemoryPlan
 
-    @property
-    def naive_bytes(self) -> int:
-        """Peak with every record kept."""
-        return self._naive.peak_bytes
+    @cached_property
+    def naive(self) -> MemoryPlan:
+        """The same with every record kept."""
+        return unplanned(self.plan.records, self.plan.timeline)
 
     def at_peaks(self) -> dict[str, tuple[int, int]]:
         """Bytes of each record in the plan's fullest segment, and in the fullest where all is kept: both add up."""
-        plan, naive = self.plan, self._naive
-        fullest, other = (each.segment_bytes.index(each.peak_bytes) for each in (plan, naive))
+        plan, naive = self.plan, self.naive
         return {
             record.name: (
-                held_in(record, plan.choices[record.name], plan.timeline)[fullest],
-                held_in(record, record.keep, plan.timeline)[other],
+                held_in(record, plan.choices[record.name], plan.timeline)[plan.fullest],
+                held_in(record, record.keep, plan.timeline)[naive.fullest],
             )
             for record in plan.records
         }
@@ -106,21 +105,6 @@ class Fit:
         for record in self.plan.records:
             found[str(record.kind)] = found.get(str(record.kind), 0) + held[record.name][0]
         return found
-
-    @property
-    def fullest(self) -> str:
-        """Phases of the fullest segment."""
-        return self.plan.timeline.labels[self.plan.segment_bytes.index(self.plan.peak_bytes)]
-
-    @property
-    def naive_fullest(self) -> str:
-        """Phases of the fullest segment where all is kept."""
-        naive = self._naive
-        return naive.timeline.labels[naive.segment_bytes.index(naive.peak_bytes)]
-
-    @property
-    def _naive(self) -> MemoryPlan:
-        return unplanned(self.plan.records, self.plan.timeline)
 
     @property
     def moved(self) -> dict[str, str]:

@@ -109,9 +109,9 @@ def _fit_facts(fit: Fit) -> dict[str, Any]:
     return {
         "where": fit.where,
         "peak_gib": plan.peak_bytes / GIB,
-        "naive_gib": fit.naive_bytes / GIB,
-        "fullest": fit.fullest,
-        "naive_fullest": fit.naive_fullest,
+        "naive_gib": fit.naive.peak_bytes / GIB,
+        "fullest": plan.fullest_phases,
+        "naive_fullest": fit.naive.fullest_phases,
         "classes_gib": {kind: size / GIB for kind, size in fit.peak_by_class().items()},
         "exposed_s": plan.exposed_s,
         "host_gib": sum(choice.host_bytes for choice in plan.choices.values()) / GIB,

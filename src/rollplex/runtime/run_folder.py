@@ -139,13 +139,9 @@ class RunFolder:
 
     def _drop_after(self, step: int) -> None:
         self._drop_spans_after(step)
-        for name in (METRICS, MEMORY):
-            path = self.path / name
-            if path.is_file():
-                kept = [line for line in read_steps(path) if line["step"] <= step]
-                _write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-                if name == METRICS:
-                    self._steps = kept[-1]["step"] if kept else 0
+        _keep_until(step, self.path / MEMORY)
+        if kept := _keep_until(step, self.path / METRICS):
+            self._steps = kept[-1]["step"]
         (self.path / SUMMARY).unlink(missing_ok=True)
         completions.drop_after(self.path / "completions", step)
 
@@ -157,6 +153,15 @@ def free_folder(wanted: Path) -> Path:
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder
+
+
+def _keep_until(step: int, path: Path) -> list[dict[str, Any]]:
+    """The lines of a file like metrics.jsonl up to `step`, after all others were dropped from it."""
+    if not path.is_file():
+        return []
+    kept = [line for line in read_steps(path) if line["step"] <= step]
+    _write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def read_steps(path: str | Path) -> list[dict[str, Any]]:
