@@ -79,10 +79,11 @@ class VlmAdapter(Protocol):
         """Vision features of all media of `specs`, ordered by spec, then by placeholder; None when there are none."""
 
     def rotary(self, positions_3T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos_TD, sin_TD) for MRoPE positions (3, T)."""
+        """(cos_T1D, sin_T1D) for MRoPE positions (3, T). Rotated is x * cos + roll(x, D / 2) * sin: `sin` is negative
+        in its first half."""
 
     def qkv(
-        self, layer: nn.Module, x_TC: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+        self, layer: nn.Module, x_TC: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Input norm, projections, q/k norm where the family has it, and RoPE: (q_THD, k_TKD, v_TKD)."""
 

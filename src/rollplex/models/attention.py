@@ -29,12 +29,14 @@ def causal_attention(
     longer than a chunk has several."""
     repeat = q_THD.shape[1] // k_TKD.shape[1]
     k_THD, v_THD = k_TKD.repeat_interleave(repeat, dim=1), v_TKD.repeat_interleave(repeat, dim=1)
-    runs = chunks.runs()
+    runs, whole = chunks.runs(), (q_THD, k_THD, v_THD)
     sizes = [length * count for length, count in runs]
+    prompts = [whole] if len(runs) == 1 else zip(*(x.split(sizes) for x in whole), strict=True)
     outs: list[torch.Tensor] = []
-    for (length, count), *parts in zip(runs, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True):
-        q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in parts)
-        outs += [out.transpose(1, 2).flatten(2).flatten(0, 1) for out in _causal_parts(q, k, v, chunks, scaling)]
+    for (length, count), parts in zip(runs, prompts, strict=True):
+        q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in parts)
+        for out_NHSD in _causal_parts(q, k, v, chunks, scaling):
+            outs.append(out_NHSD.transpose(1, 2).reshape(count * out_NHSD.shape[2], -1))
     return joined(outs)
 
 
@@ -167,15 +169,16 @@ class _GroupBlock:
 
     def _flat(self, x_NHRD: torch.Tensor) -> torch.Tensor:
         """(G * N, H, R, D) -> (G, K, N * E * R, D): all queries of a group that read one key/value head."""
-        x_GNKSD = x_NHRD.unflatten(1, (self.num_kv, self.repeat)).flatten(2, 3)
-        x_GNKSD = x_GNKSD.unflatten(0, (self.rows.num_groups, -1))
-        return x_GNKSD.transpose(1, 2).flatten(2, 3)
+        groups, (_, _, length, last) = self.rows.num_groups, x_NHRD.shape
+        x_GNKSD = x_NHRD.reshape(groups, -1, self.num_kv, self.repeat * length, last)
+        return x_GNKSD.transpose(1, 2).reshape(groups, self.num_kv, -1, last)
 
     def _unflat(self, x_GKSD: torch.Tensor) -> torch.Tensor:
         """Inverse of `_flat`."""
-        length = self.q_NHRD.shape[2]
-        x_GNKSD = x_GKSD.unflatten(2, (-1, self.repeat * length)).transpose(1, 2)
-        return x_GNKSD.flatten(0, 1).unflatten(2, (self.repeat, length)).flatten(1, 2)
+        responses, heads, length, _ = self.q_NHRD.shape
+        groups, last = self.rows.num_groups, x_GKSD.shape[-1]
+        x_GKNSD = x_GKSD.reshape(groups, self.num_kv, -1, self.repeat * length, last)
+        return x_GKNSD.transpose(1, 2).reshape(responses, heads, length, last)
 
     def forward(self, out_tHD: torch.Tensor, lse_tH: torch.Tensor) -> None:
         """Fill the group's slices of the output and of the log-sum-exp."""

@@ -11,42 +11,34 @@ from torch.nn import functional as F
 
 from rollplex.errors import ModelError
 from rollplex.models.adapter import DecoderShape, FullBatch, VisionFeatures
+from rollplex.models.norms import rms_norm
 from rollplex.models.ranks import ALONE, TensorRanks, VocabEmbedding, VocabPart
 from rollplex.models.steady import by_rows, missing_rows
 from rollplex.types import PromptSpec
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding in the half-split convention, and its inverse as backward: a rotation per pair (x1, x2).
-
-    Same values as x * cos + rotate_half(x) * sin with half the passes over memory: the tables' halves are equal.
-    """
+    """Rotary embedding in the half-split convention, and its inverse as backward: a rotation per pair (x1, x2)."""
 
     @staticmethod
-    def forward(ctx: Any, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-        half = x_THD.shape[-1] // 2
-        cos, sin = cos_TD[:, None, :half], sin_TD[:, None, :half]
-        ctx.save_for_backward(cos, sin)
-        return _turn(x_THD, cos, sin, 1)
+    def forward(ctx: Any, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return _turn(x_THD, cos_T1D, sin_T1D, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, -1), None, None
+        cos_T1D, sin_T1D = ctx.saved_tensors
+        return _turn(grads[0], cos_T1D, sin_T1D, -1), None, None
 
 
-def _turn(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    half = x_THD.shape[-1] // 2
-    x1, x2 = x_THD[..., :half], x_THD[..., half:]
-    out = torch.empty_like(x_THD)
-    torch.mul(x1, cos, out=out[..., :half]).addcmul_(x2, sin, value=-sign)
-    torch.mul(x2, cos, out=out[..., half:]).addcmul_(x1, sin, value=sign)
-    return out
+def _turn(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, sign: int) -> torch.Tensor:
+    other_THD = torch.roll(x_THD, x_THD.shape[-1] // 2, -1)
+    return torch.mul(x_THD, cos_T1D).addcmul_(other_THD, sin_T1D, value=sign)
 
 
-def rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of (T, heads, D) with tables (T, D) whose two halves are equal."""
-    rotated: torch.Tensor = _Rotate.apply(x_THD, cos_TD, sin_TD)
+def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of (T, heads, D) with the tables of `QwenDecoder.rotary`."""
+    rotated: torch.Tensor = _Rotate.apply(x_THD, cos_T1D, sin_T1D)
     return rotated
 
 
@@ -95,23 +87,24 @@ class QwenDecoder:
     def rotary(self, positions_3T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.empty(0, dtype=dtype, device=positions_3T.device)
         cos, sin = self.rotary_module(like, positions_3T.unsqueeze(1))
-        return cos[0], sin[0]
+        first, second = sin[0].chunk(2, -1)
+        return cos[0].unsqueeze(1), torch.cat((-first, second), -1).unsqueeze(1)
 
     def qkv(
-        self, layer: Any, x_TC: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+        self, layer: Any, x_TC: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        attention, head_dim = layer.self_attn, self.shape.head_dim
-        h_TC = self.ranks.enter(layer.input_layernorm(x_TC))
-        q_THD = by_rows(attention.q_proj, h_TC).unflatten(-1, (-1, head_dim))
-        k_TKD = by_rows(attention.k_proj, h_TC).unflatten(-1, (-1, head_dim))
-        v_TKD = by_rows(attention.v_proj, h_TC).unflatten(-1, (-1, head_dim))
+        attention, by_head = layer.self_attn, (x_TC.shape[0], -1, self.shape.head_dim)
+        h_TC = self.ranks.enter(rms_norm(layer.input_layernorm, x_TC))
+        q_THD = by_rows(attention.q_proj, h_TC).view(by_head)
+        k_TKD = by_rows(attention.k_proj, h_TC).view(by_head)
+        v_TKD = by_rows(attention.v_proj, h_TC).view(by_head)
         if self.has_qk_norm:
-            q_THD, k_TKD = attention.q_norm(q_THD), attention.k_norm(k_TKD)
-        return rotate(q_THD, cos_TD, sin_TD), rotate(k_TKD, cos_TD, sin_TD), v_TKD
+            q_THD, k_TKD = rms_norm(attention.q_norm, q_THD), rms_norm(attention.k_norm, k_TKD)
+        return rotate(q_THD, cos_T1D, sin_T1D), rotate(k_TKD, cos_T1D, sin_T1D), v_TKD
 
     def finish(self, layer: Any, x_TC: torch.Tensor, attention_TC: torch.Tensor) -> torch.Tensor:
         x_TC = x_TC + self.ranks.leave(by_rows(layer.self_attn.o_proj, attention_TC))
-        h_TC = self.ranks.enter(layer.post_attention_layernorm(x_TC))
+        h_TC = self.ranks.enter(rms_norm(layer.post_attention_layernorm, x_TC))
         return x_TC + self.ranks.leave(by_rows(layer.mlp, h_TC))
 
     def full_hidden(self, batch: FullBatch) -> torch.Tensor:

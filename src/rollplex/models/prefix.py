@@ -141,14 +141,14 @@ def _forward(policy: Policy, specs: Sequence[PromptSpec], *, checkpointed: bool)
     visual_T = types_T > 0
     if vision is not None:
         x_TC = x_TC.masked_scatter(visual_T.unsqueeze(-1), vision.embeds.to(x_TC.dtype))
-    cos_TD, sin_TD = adapter.rotary(positions_3T, x_TC.dtype)
+    cos_T1D, sin_T1D = adapter.rotary(positions_3T, x_TC.dtype)
     last_G = torch.tensor(lengths, device=device).cumsum(0) - 1
     chunks = RowChunks.of(lengths, policy.chunk_tokens, x_TC)
     keys, values = [], []
     for number, layer in enumerate(adapter.layers):
         is_last = number == adapter.shape.num_layers - 1
         step = _last_layer if is_last else _layer
-        x_TC, k_TKD, v_TKD = run(step, policy, layer, x_TC, cos_TD, sin_TD, chunks, last_G)
+        x_TC, k_TKD, v_TKD = run(step, policy, layer, x_TC, cos_T1D, sin_T1D, chunks, last_G)
         keys.append(k_TKD)
         values.append(v_TKD)
         if vision is not None and number < len(vision.deepstack):
@@ -173,12 +173,12 @@ def _layer(  # noqa: PLR0913, PLR0917 - a pure function of its inputs, so that i
     policy: Policy,
     layer: Any,
     x_TC: torch.Tensor,
-    cos_TD: torch.Tensor,
-    sin_TD: torch.Tensor,
+    cos_T1D: torch.Tensor,
+    sin_T1D: torch.Tensor,
     chunks: RowChunks,
     _last_G: torch.Tensor,
 ) -> Triple:
-    q_THD, k_TKD, v_TKD = _qkv(policy, layer, chunks, x_TC, cos_TD, sin_TD)
+    q_THD, k_TKD, v_TKD = _qkv(policy, layer, chunks, x_TC, cos_T1D, sin_T1D)
     mixed_TC = causal_attention(q_THD, k_TKD, v_TKD, chunks, policy.adapter.shape.scaling)
     x_TC = joined([policy.adapter.finish(layer, *rows) for rows in chunks.rows(x_TC, mixed_TC)])
     return x_TC, k_TKD, v_TKD
@@ -188,12 +188,12 @@ def _last_layer(  # noqa: PLR0913, PLR0917 - same signature as _layer
     policy: Policy,
     layer: Any,
     x_TC: torch.Tensor,
-    cos_TD: torch.Tensor,
-    sin_TD: torch.Tensor,
+    cos_T1D: torch.Tensor,
+    sin_T1D: torch.Tensor,
     chunks: RowChunks,
     last_G: torch.Tensor,
 ) -> Triple:
-    q_THD, k_TKD, v_TKD = _qkv(policy, layer, chunks, x_TC, cos_TD, sin_TD)
+    q_THD, k_TKD, v_TKD = _qkv(policy, layer, chunks, x_TC, cos_T1D, sin_T1D)
     shape = policy.adapter.shape
     repeat = shape.num_heads // shape.num_kv_heads
     mixed = []

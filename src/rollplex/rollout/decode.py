@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rollplex.models.fused import FusedLayer, fuse_layer
+from rollplex.models.norms import rms_norm
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack
 from rollplex.models.steady import missing_rows
@@ -41,26 +42,24 @@ class DecodeModel:
         self.fused: list[FusedLayer] = [fuse_layer(layer) for layer in self.adapter.layers]
         self.root_scaling = self.shape.scaling**0.5
         self.has_qk_norm = hasattr(self.adapter.layers[0].self_attn, "q_norm")
-        self.cos_MD = self.sin_MD = torch.empty(0, self.shape.head_dim, dtype=policy.dtype, device=policy.device)
+        self.cos_M1D = self.sin_M1D = torch.empty(0, 1, self.shape.head_dim, dtype=policy.dtype, device=policy.device)
 
     def logits(self, hidden_BC: torch.Tensor) -> torch.Tensor:
         """(B, V) logits of hidden states before the final norm."""
         rows = hidden_BC.shape[0]
         if missing := missing_rows(rows, hidden_BC):
             hidden_BC = F.pad(hidden_BC, (0, 0, 0, missing))
-        logits_BV = F.linear(_rms(hidden_BC, self.adapter.final_norm), self.adapter.lm_head.weight)[:rows]
+        logits_BV = F.linear(rms_norm(self.adapter.final_norm, hidden_BC), self.adapter.lm_head.weight)[:rows]
         return self.adapter.vocab_part.whole(logits_BV, self.shape.vocab_size)
 
     def ensure_positions(self, count: int) -> None:
         """Rotary tables for text positions [0, count): all three axes equal, as in every response."""
-        if count > self.cos_MD.shape[0]:
+        if count > self.cos_M1D.shape[0]:
             positions = torch.arange(count, device=self.policy.device).expand(3, -1)
             cos, sin = self.adapter.rotary(positions, self.policy.dtype)
-            half = self.shape.head_dim // 2
-            # rotate_half(x) * sin == roll(x, D/2) * (-sin for the first half, sin for the second). Queries and keys
-            # both carry the root of the score's scaling, so that no pass over scores or queries is spent on it.
-            self.cos_MD = cos * self.root_scaling
-            self.sin_MD = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1) * self.root_scaling
+            # Queries and keys both carry the root of the score's scaling, so that no pass over scores or queries is
+            # spent on it.
+            self.cos_M1D, self.sin_M1D = cos * self.root_scaling, sin * self.root_scaling
 
     def forward(self, tokens_B: torch.Tensor, prompts: PromptCache, suffix: SuffixCache) -> torch.Tensor:
         """Feed one token per row; (B, V) logits of the next one."""
@@ -72,17 +71,17 @@ class DecodeModel:
     def next_logits(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, caches: Caches) -> torch.Tensor:
         """(B, V) logits behind these tokens at these positions; nothing here waits for the device."""
         shape, rows = self.shape, tokens_B.shape[0]
-        missing = missing_rows(rows, self.cos_MD)  # added to all products; attention goes without
+        missing = missing_rows(rows, self.cos_M1D)  # added to all products; attention goes without
         if missing:
             tokens_B, positions_B = (F.pad(x_B, (0, missing)) for x_B in (tokens_B, positions_B))
         x_BC = self.adapter.embed(tokens_B)
-        cos_B1D = self.cos_MD.index_select(0, positions_B).unsqueeze(1)
-        sin_B1D = self.sin_MD.index_select(0, positions_B).unsqueeze(1)
+        cos_B1D = self.cos_M1D.index_select(0, positions_B)
+        sin_B1D = self.sin_M1D.index_select(0, positions_B)
         for number, (layer, fused) in enumerate(zip(self.adapter.layers, self.fused, strict=True)):
-            qk_BJD, v_BKD = self._projections(layer, fused, _rms(x_BC, layer.input_layernorm))
+            qk_BJD, v_BKD = self._projections(layer, fused, rms_norm(layer.input_layernorm, x_BC))
             qk_BJD = torch.addcmul(qk_BJD * cos_B1D, torch.roll(qk_BJD, shape.head_dim // 2, -1), sin_B1D)
-            q_BHD, k_BKD = qk_BJD[:, : shape.num_heads], qk_BJD[:, shape.num_heads :]
-            mixed_BC = caches.attend(number, q_BHD[:rows], k_BKD[:rows], v_BKD[:rows])
+            q_BHD, k_BKD = qk_BJD[:rows, : shape.num_heads], qk_BJD[:rows, shape.num_heads :]
+            mixed_BC = caches.attend(number, q_BHD, k_BKD, v_BKD[:rows] if missing else v_BKD)
             if missing:
                 mixed_BC = F.pad(mixed_BC, (0, 0, 0, missing))
             x_BC = self._add_linear(x_BC, mixed_BC, layer.self_attn.o_proj)
@@ -96,17 +95,17 @@ class DecodeModel:
             qkv_BC = F.linear(h_BC, fused.qkv_weight, fused.qkv_bias)
         else:
             qkv_BC = torch.cat([m(h_BC) for m in (attention.q_proj, attention.k_proj, attention.v_proj)], dim=-1)
-        qkv_BJD = qkv_BC.unflatten(-1, (-1, shape.head_dim))
+        qkv_BJD = qkv_BC.view(qkv_BC.shape[0], -1, shape.head_dim)
         num_qk = shape.num_heads + shape.num_kv_heads
         qk_BJD, v_BKD = qkv_BJD[:, :num_qk], qkv_BJD[:, num_qk:]
         if self.has_qk_norm:
-            q_BHD = _rms(qk_BJD[:, : shape.num_heads], attention.q_norm)
-            k_BKD = _rms(qk_BJD[:, shape.num_heads :], attention.k_norm)
+            q_BHD = rms_norm(attention.q_norm, qk_BJD[:, : shape.num_heads])
+            k_BKD = rms_norm(attention.k_norm, qk_BJD[:, shape.num_heads :])
             qk_BJD = torch.cat((q_BHD, k_BKD), dim=1)
         return qk_BJD, v_BKD
 
     def _add_mlp(self, x_BC: torch.Tensor, layer: Any, fused: FusedLayer) -> torch.Tensor:
-        mlp, h_BC = layer.mlp, _rms(x_BC, layer.post_attention_layernorm)
+        mlp, h_BC = layer.mlp, rms_norm(layer.post_attention_layernorm, x_BC)
         if fused.gate_up_weight is None:
             return x_BC + self.ranks.total(mlp(h_BC))
         gate_BI, up_BI = F.linear(h_BC, fused.gate_up_weight).chunk(2, dim=-1)
@@ -119,12 +118,6 @@ class DecodeModel:
         if type(module) is nn.Linear and module.bias is None:
             return torch.addmm(x_BC, h_BI, module.weight.t())
         return x_BC + module(h_BI)
-
-
-def _rms(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    if x.dtype in (torch.float32, torch.float64):
-        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-    return norm(x)  # 16-bit: the module's own order of casts, as in training
 
 
 class PromptCache:

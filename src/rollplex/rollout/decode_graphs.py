@@ -111,7 +111,7 @@ class DecodeGraphs:
         """Rotary tables for that many positions; if they move, whatever was captured over them goes."""
         assert self.caches is not None  # opened
         model = self.caches.model
-        if positions > model.cos_MD.shape[0]:
+        if positions > model.cos_M1D.shape[0]:
             self.steps.clear()
             model.ensure_positions(rounded(positions, least=LEAST_POSITIONS))
 

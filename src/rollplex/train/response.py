@@ -9,6 +9,7 @@ import torch
 
 from rollplex.models.attention import GroupRows, SharedPrefixAttention, accumulation_dtype
 from rollplex.models.logprobs import TokenLogps, token_logps
+from rollplex.models.norms import rms_norm
 from rollplex.models.prefix import PrefixPack
 
 # Blocks of responses at most this long are joined whatever their lengths: padding them costs less than a call.
@@ -42,7 +43,7 @@ def response_logps(
         adapter = pack.policy.adapter
         tokens = [token for group in groups for response in group.responses for token in response]
         tokens_T = torch.tensor(tokens, device=hidden_TC.device)
-        hidden_TC = adapter.final_norm(hidden_TC)
+        hidden_TC = rms_norm(adapter.final_norm, hidden_TC)
         return token_logps(hidden_TC, adapter.lm_head.weight, tokens_T, temperature, adapter.vocab_part)
 
 
@@ -56,11 +57,11 @@ def _hidden(pack: PrefixPack, groups: Sequence[GroupTokens], with_grad: bool) ->
     if not fed.tokens:
         return from_prompt
     x_TC = adapter.embed(torch.tensor(fed.tokens, device=device))
-    cos_TD, sin_TD = adapter.rotary(torch.tensor(fed.positions, device=device).expand(3, -1), x_TC.dtype)
+    cos_T1D, sin_T1D = adapter.rotary(torch.tensor(fed.positions, device=device).expand(3, -1), x_TC.dtype)
     runs = _equal_groups(pack, fed.groups)
     rows = [rows for rows, _ in runs]
     for number, layer in enumerate(adapter.layers):
-        q_THD, k_TKD, v_TKD = adapter.qkv(layer, x_TC, cos_TD, sin_TD)
+        q_THD, k_TKD, v_TKD = adapter.qkv(layer, x_TC, cos_T1D, sin_T1D)
         prefixes = [pack.kv(number, first, r.num_groups, with_grads=with_grad) for r, first in runs]
         mixed_TC = SharedPrefixAttention.apply(q_THD, k_TKD, v_TKD, prompt_GC, rows, prefixes, adapter.shape.scaling)
         x_TC = adapter.finish(layer, x_TC, mixed_TC)
