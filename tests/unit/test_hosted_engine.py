@@ -219,6 +219,20 @@ def test_an_error_of_the_process_arrives_here(tmp_path):
     assert host.process.poll() is not None
 
 
+def test_an_answer_is_handed_out_once_whatever_the_order(tmp_path):
+    made = _Hosted(tmp_path)
+    try:
+        host = made.engine.places[0].host
+        host.wait_ready()
+        first, second = host.call("sleep"), host.call("wake_weights")
+        assert second() is None and first() is None
+        assert host._results == {}
+        with pytest.raises(StateError, match=r"server 0 .* to sleep was taken before"):
+            first()
+    finally:
+        made.engine.close()
+
+
 def test_a_start_that_takes_too_long_names_the_option(tmp_path):
     host = ServerHost(
         "local_host:NeverReady", _settings(tmp_path), "server 3", log=tmp_path / "log", start_timeout_s=0.01

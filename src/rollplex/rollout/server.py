@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rollplex.errors import DeadlineError, EngineError, RollplexError
+from rollplex.errors import DeadlineError, EngineError, RollplexError, StateError
 from rollplex.rollout.engine import Finished
 from rollplex.rollout.hosting import Host, HostDied, HostSettings, Request
 
@@ -38,8 +38,8 @@ class ServerHost:
         self.settings, self.log, self.start_timeout_s = settings, log, start_timeout_s
         self.ready = False
         self._finished: list[Finished] = []
-        self._results: list[Any] = []  # of the calls that the process answered
-        self._called = 0
+        self._results: dict[int, Any] = {}  # answers that nobody has taken yet, by the number of the call
+        self._called = self._answered = 0
         parent, child = Pipe()
         self.connection: Connection | None = parent
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -74,16 +74,17 @@ class ServerHost:
         return finished
 
     def call(self, method: str, *args: object) -> Callable[[], Any]:
-        """Begin a method; wait for its end at most `settings.timeout_s`."""
+        """Begin a method; the function returned waits for its answer at most `settings.timeout_s`, and hands it out
+        once: StateError after that."""
         self._called += 1
         number = self._called
         self._outbox.put(("call", method, args))
 
         def wait() -> Any:
-            self._wait(
-                lambda: len(self._results) >= number, self.settings.timeout_s, method, "rollout.vllm.call_timeout_s"
-            )
-            return self._results[number - 1]
+            if number <= self._answered and number not in self._results:
+                raise StateError(f"the answer of {self.name} to {method} was taken before")
+            self._wait(lambda: number in self._results, self.settings.timeout_s, method, "rollout.vllm.call_timeout_s")
+            return self._results.pop(number)
 
         return wait
 
@@ -121,7 +122,8 @@ class ServerHost:
         elif kind == "ready":
             self.ready = True
         elif kind == "done":
-            self._results.append(content[0])
+            self._answered += 1  # in the order of the calls
+            self._results[self._answered] = content[0]
         elif kind == "error":
             raise content[0]
 
