@@ -1,4 +1,4 @@
-"""What sharing, the decode window and decode graphs gain on one GPU: {share} x {hoist}, stream, units, chunks, memory.
+"""What sharing, the decode window and decode graphs gain on one GPU: {share} x {hoist}, stream, units, lanes, memory.
 
 usage: python benchmarks/gpu/window.py [--model 3b|7b] [--steps 4]
 
@@ -45,6 +45,7 @@ VISION = {"vision_depth": 32, "vision_hidden_size": 1280, "vision_intermediate_s
 PROMPTS, RESPONSES, TOKENS, PICTURES, SIDE = 8, 8, 256, 4, 728  # 4 x 676 visual tokens a prompt
 UNITS = (4096, 16384)  # one prompt, and all that a pass may take
 CHUNKS = (256, 512, 1024)  # rows at a time inside a prompt
+WINDOW_SMS = (32, 64)  # of the window's green context; the other arms' windows have all, at low priority
 TINY_PART = 8  # chunks of tiny prompts are smaller by this
 
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -60,7 +61,15 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         f"rollplex, chunks of {c}": {"schedule": {"name": "rollplex", "overlap": "on", "chunk_tokens": c}}
         for c in CHUNKS
     },
+    **{
+        f"rollplex, window of {n} SMs": {"schedule": {"name": "rollplex", "overlap": "on", "window_sms": n}}
+        for n in WINDOW_SMS
+    },
     "stream": {"schedule": {"name": "stream", "overlap": "on"}},
+    f"stream, window of {WINDOW_SMS[-1]} SMs": {
+        "schedule": {"name": "stream", "overlap": "on", "window_sms": WINDOW_SMS[-1]},
+        "train": {"prefix_activations": "recompute"},
+    },
 }
 LEDGERS = ("serial", "rollplex, 4096", "rollplex, chunks of 512", "stream")
 
@@ -81,11 +90,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(SIZES), default="3b")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each arm (default 4)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of a response (default {TOKENS})")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all that the device has lanes for")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script itself")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and picture: to try the script itself")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     return parser.parse_args()
+
+
+def arms_of(device: str) -> list[str]:
+    """All arms; on a CPU those without parts of a GPU."""
+    return [name for name, arm in ARMS.items() if device == "cuda" or "window_sms" not in arm["schedule"]]
 
 
 def config_of(options: argparse.Namespace, arm: Mapping[str, Mapping[str, Any]], *, counted: bool = False) -> Config:
@@ -191,7 +205,9 @@ def main() -> None:
     options = parse_arguments()
     trainer = Trainer(config_of(options, ARMS["serial"]))
     device = trainer.session.policy.device
-    arms = {name: learner_of(config_of(options, ARMS[name]), trainer) for name in options.arms}
+    arms = {
+        name: learner_of(config_of(options, ARMS[name]), trainer) for name in options.arms or arms_of(options.device)
+    }
     steps: dict[str, list[Step]] = {name: [] for name in arms}
     try:
         for number, name in enumerate(block_order(list(arms), 1 + options.steps)):

@@ -361,11 +361,12 @@ def _schedule_problems(config: Config) -> list[str]:
     if schedule.overlap == "on" and schedule.name == "serial":
         problems.append("schedule.overlap on does nothing with schedule.name serial; needed rollplex or stream, or off")
     closed = schedule.overlap == "off" or schedule.name == "serial"
-    if closed and schedule.window_threads is not None:
-        problems.append(
-            f"schedule.window_threads {schedule.window_threads} does nothing with schedule.name {schedule.name} and "
-            f"schedule.overlap {schedule.overlap}: nothing runs beside decoding"
-        )
+    for option in ("window_threads", "window_sms"):
+        if closed and (value := getattr(schedule, option)) is not None:
+            problems.append(
+                f"schedule.{option} {value} does nothing with schedule.name {schedule.name} and schedule.overlap "
+                f"{schedule.overlap}: nothing runs beside decoding"
+            )
     if train.unshared_prefix == "per_response" and train.share_prefix:
         problems.append("train.unshared_prefix per_response does nothing with train.share_prefix on; needed off")
     return problems

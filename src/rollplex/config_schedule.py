@@ -42,6 +42,13 @@ class ScheduleConfig(Section):
     window_threads: int | None = Field(
         None, ge=1, description="CPU threads of passes beside decoding; absent: half, or what decode_threads leaves."
     )
+    window_sms: int | None = Field(
+        None,
+        ge=1,
+        description="Multiprocessors of a GPU that passes beside decoding may use, rounded up as the driver needs; "
+        "decoding may use all. Absent: passes take what decoding, at high priority, leaves. Needs "
+        "train.prefix_activations=recompute where passes with gradients run there.",
+    )
     pass_timeout_s: float = Field(
         3600.0, gt=0, description="Seconds after which a pass beside decoding counts as hung and ends the run."
     )

@@ -11,6 +11,7 @@ import torch
 
 from numerics.cases import FAMILIES, tiny_rig
 from rollplex.config import Config, TrainConfig
+from rollplex.errors import ConfigError
 from rollplex.memory.host_copies import HostCopies
 from rollplex.models.attention import causal_attention
 from rollplex.models.prefix import compute_prefix
@@ -31,7 +32,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def _trained(folder: Path, device: str, family: str, schedule: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _trained(folder: Path, device: str, family: str, schedule: dict[str, Any], **train: Any) -> dict[str, torch.Tensor]:
     tree = {
         "run": {"output_dir": str(folder), "device": device},
         "model": {"build": {"family": family}, "dtype": "float64"},
@@ -39,7 +40,7 @@ def _trained(folder: Path, device: str, family: str, schedule: dict[str, Any]) -
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8},
         "algorithm": {"beta": 0.04},
         "rewards": {"reward_funcs": [f"{__file__}:reward"]},
-        "train": {"max_steps": 2, "learning_rate": 1e-3},
+        "train": {"max_steps": 2, "learning_rate": 1e-3, **train},
         "schedule": {"unit_tokens": 64, **schedule},
     }
     trainer = Trainer(Config.model_validate(tree))
@@ -59,6 +60,26 @@ def test_steps_on_the_gpu_equal_those_on_the_cpu(family: str, schedule: str, tmp
     for name, tensor in wanted.items():
         # fp64 on both, but for the casts to fp32 inside transformers' models
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["rollplex", "stream"])
+def test_steps_with_a_window_on_few_multiprocessors_equal_those_on_the_cpu(schedule: str, tmp_path: Path) -> None:
+    options = {"name": schedule, "overlap": "on", "window_sms": 16}
+    wanted = _trained(tmp_path, "cpu", "qwen2_5_vl", {"name": "serial", "overlap": "off"})
+    found = _trained(tmp_path, "cuda", "qwen2_5_vl", options, prefix_activations="recompute")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_as_many_multiprocessors_as_there_are_leave_decoding_none() -> None:
+    with pytest.raises(ConfigError, match=r"schedule.window_sms is 100000, but this GPU has \d+ multiprocessors"):
+        CudaLanes(torch.device("cuda"), window_sms=100_000)
+
+
+def test_a_graph_that_crosses_lanes_is_refused(tmp_path: Path) -> None:
+    """Its backward would run in the lane of its forward."""
+    with pytest.raises(ConfigError, match=r"needs train.prefix_activations=recompute .*, found graph"):
+        _trained(tmp_path, "cuda", "qwen2_5_vl", {"name": "stream", "overlap": "on", "window_sms": 16})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

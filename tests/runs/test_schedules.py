@@ -19,6 +19,7 @@ from rollplex.errors import ConfigError, DeadlineError, RewardError
 from rollplex.models.precision import full_float64
 from rollplex.models.prefix import PrefixPack, compute_prefix
 from rollplex.rollout.scripted_engine import ScriptedEngines
+from rollplex.runtime.device import device_of, green_context
 from rollplex.runtime.executor import SWITCH_S
 from rollplex.runtime.learner import Learner
 from rollplex.runtime.trainer import Trainer, train
@@ -358,6 +359,12 @@ def test_a_pass_that_hangs_in_the_window_is_named(tmp_path: Path, monkeypatch: p
     assert waited == []  # neither the error nor the end of the run waits for the pass
 
 
+@pytest.mark.skipif(device_of("auto").type == "cuda", reason="there is a GPU")
+def test_a_part_of_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="schedule.window_sms=8 cannot be had: .*leave the option out"):
+        green_context(torch.device("cuda"), 8)
+
+
 @pytest.mark.parametrize(
     ("schedule", "train", "message"),
     [
@@ -365,7 +372,9 @@ def test_a_pass_that_hangs_in_the_window_is_named(tmp_path: Path, monkeypatch: p
         ({}, {"unshared_prefix": "per_response"}, "does nothing with train.share_prefix on"),
         ({"decode_threads": 2, "window_threads": 1}, {}, "together more than the 2 threads of this run"),
         ({"window_threads": 2}, {}, "together more than the 2 threads of this run"),
-        ({"window_threads": 1, "overlap": "off"}, {}, "nothing runs beside decoding"),
+        ({"window_threads": 1, "overlap": "off"}, {}, "schedule.window_threads 1 .*: nothing runs beside decoding"),
+        ({"window_sms": 8, "overlap": "off"}, {}, "schedule.window_sms 8 .*: nothing runs beside decoding"),
+        ({"window_sms": 8}, {}, "schedule.window_sms does nothing on a CPU"),
         ({"name": "strem"}, {}, "schedule 'strem' is unknown; needed one of serial, rollplex, stream"),
     ],
 )

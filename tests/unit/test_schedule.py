@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -15,7 +16,7 @@ from rollplex.errors import ConfigError, StateError
 from rollplex.schedule.registry import SCHEDULES, schedule_named
 from rollplex.schedule.scripted import Durations, ScriptedExecutor, by_phase
 from rollplex.schedule.spec import AdvantageScope, Hold, Phase, PrefixMode, StepSpec, Task
-from rollplex.schedule.spec_from_config import steps_of_rollout
+from rollplex.schedule.spec_from_config import graph_crosses_lanes, steps_of_rollout
 from rollplex.schedule.step import Lane, Launch, Limits, StepState, run_step
 from rollplex.schedule.turn import peak_of_rest
 
@@ -589,3 +590,21 @@ class Nameless:
 def test_schedules_of_somebody_else_that_are_none(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         schedule_named(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "crosses"),
+    [
+        ({}, False),  # only the reference's prefixes move
+        ({"schedule": {"name": "stream"}}, True),
+        ({"schedule": {"name": "stream"}, "train": {"prefix_activations": "recompute"}}, False),
+        ({"schedule": {"name": "stream"}, "train": {"prefix_activations": "checkpoint"}}, True),
+        ({"rollout": {"engine": "vllm"}}, True),
+        ({"train": {"share_prefix": False, "unshared_prefix": "per_response"}}, True),
+        ({"train": {"share_prefix": False}}, False),
+    ],
+)
+def test_a_graph_crosses_lanes_where_passes_with_gradients_move(
+    changes: dict[str, dict[str, Any]], crosses: bool
+) -> None:
+    assert graph_crosses_lanes(_config(**changes)) is crosses

@@ -2,8 +2,10 @@
 rollout/capture.py (graphs) all there is of torch.cuda.
 
 CPU: a budget of threads per lane; torch keeps the number of threads of each calling thread apart. CUDA: streams,
-decoding at high and window passes at low priority. A block ends when its work has ended on the device, so that "done"
-means done for every lane and no memory is handed over that a kernel still reads.
+decoding at high and window passes at low priority. A priority decides who is next, not who must stop: a kernel of the
+window keeps the multiprocessors that it has. In a green context it has only some. (A backward runs on the streams of
+its forward: learner.py sees that no graph crosses lanes then.) A block ends when its work has ended on the device, so
+that "done" means done for every lane and no memory is handed over that a kernel still reads.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from rollplex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.cuda.green_contexts import GreenContext
 
 
 class DeviceLanes(Protocol):
@@ -72,10 +77,12 @@ def _threads(count: int) -> Iterator[None]:
 class CudaLanes:
     """Streams of one GPU: decoding before the window where both have kernels waiting."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, window_sms: int | None = None):
+        """window_sms: multiprocessors that the window may use; None: all. Raises ConfigError."""
         self.device = device
         self._decode = torch.cuda.Stream(device, priority=-1)  # torch: -1 is high, 0 is low
-        self._window = torch.cuda.Stream(device, priority=0)
+        self._green = None if window_sms is None else green_context(device, window_sms)  # ends with its last reference
+        self._window = self._green.Stream() if self._green is not None else torch.cuda.Stream(device, priority=0)
 
     @property
     def can_overlap(self) -> bool:
@@ -91,7 +98,7 @@ class CudaLanes:
         return self._on(self._decode)
 
     def window(self) -> AbstractContextManager[None]:
-        """The stream of low priority."""
+        """The stream of low priority, or that of the green context."""
         return self._on(self._window)
 
     @contextmanager
@@ -101,6 +108,34 @@ class CudaLanes:
                 yield
             finally:
                 stream.synchronize()
+
+
+def green_context(device: torch.device, sms: int) -> GreenContext:
+    """Part of a GPU: so many multiprocessors, rounded up to what the driver divides by. Raises ConfigError where this
+    torch, driver or device has no such part."""
+    try:
+        from torch.cuda.green_contexts import GreenContext  # noqa: PLC0415 - the oldest torch that is supported has none
+
+        if not hasattr(GreenContext, "Stream"):
+            raise ImportError("its green contexts have no streams")
+    except ImportError as error:
+        raise ConfigError(
+            f"schedule.window_sms needs a torch with green contexts, such as 2.14; found {torch.__version__}: {error}; "
+            "install another, or leave the option out"
+        ) from error
+    try:
+        there = torch.cuda.get_device_properties(device).multi_processor_count
+        if sms >= there:
+            raise ConfigError(
+                f"schedule.window_sms is {sms}, but this GPU has {there} multiprocessors and decoding needs some of "
+                f"its own; choose 1 to {there - 1}"
+            )
+        number = torch.cuda.current_device() if device.index is None else device.index
+        return GreenContext.create(num_sms=sms, device_id=number)
+    except (RuntimeError, AssertionError) as error:  # torch raises both for what is missing
+        raise ConfigError(
+            f"schedule.window_sms={sms} cannot be had: {error}; install what is missing, or leave the option out"
+        ) from error
 
 
 def device_of(choice: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -149,16 +184,23 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def device_lanes(device: torch.device, *, decode_threads: int | None, window_threads: int | None) -> DeviceLanes:
+def device_lanes(
+    device: torch.device, *, decode_threads: int | None, window_threads: int | None, window_sms: int | None
+) -> DeviceLanes:
     """Lanes of `device`. On a CPU with T threads (torch.get_num_threads) and nothing else said, decoding has all of
     them alone and shares them with the window in halves; with one thread there is no window."""
     if device.type == "cuda":
         if decode_threads is not None or window_threads is not None:
             raise ConfigError(
                 "schedule.decode_threads and schedule.window_threads do nothing on a GPU, whose lanes are streams; "
-                "leave them out"
+                "leave them out, or use schedule.window_sms"
             )
-        return CudaLanes(device)
+        return CudaLanes(device, window_sms=window_sms)
+    if window_sms is not None:
+        raise ConfigError(
+            "schedule.window_sms does nothing on a CPU, whose lanes are threads; leave it out, or use "
+            "schedule.window_threads"
+        )
     total = torch.get_num_threads()
     least = max(decode_threads or 1, 1)  # decoding needs one whatever was said
     if least + (window_threads or 0) > total:

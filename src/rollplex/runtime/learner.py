@@ -34,7 +34,7 @@ from rollplex.runtime.units import Unit, cut_units
 from rollplex.schedule.overlap import OverlapControl, StepSample
 from rollplex.schedule.registry import HYBRID_SCHEDULES, POOL_SCHEDULES, SCHEDULES, schedule_named
 from rollplex.schedule.spec import PER_STEP, PREFIXES, Phase, PrefixMode, StepSpec
-from rollplex.schedule.spec_from_config import prefix_mode, steps_of_rollout
+from rollplex.schedule.spec_from_config import graph_crosses_lanes, prefix_mode, steps_of_rollout
 from rollplex.schedule.step import Limits, Schedule, run_step
 from rollplex.tasks.rewards import TrainerState
 from rollplex.trace import Span
@@ -112,7 +112,14 @@ class Learner:
             policy.device,
             decode_threads=config.schedule.decode_threads,
             window_threads=config.schedule.window_threads,
+            window_sms=config.schedule.window_sms,
         )
+        if config.schedule.window_sms is not None and graph_crosses_lanes(config):
+            raise ConfigError(
+                "schedule.window_sms needs train.prefix_activations=recompute with this schedule and engine, found "
+                f"{config.train.prefix_activations}: a prompt's graph would be kept from one part of the GPU to "
+                "another, and its backward runs where its forward did"
+            )
         self.engines: Engines = engines or local_engines(config, policy)
         if config.schedule.overlap == "on" and not self.lanes.can_overlap:
             raise ConfigError(

@@ -16,6 +16,14 @@ def prefix_mode(config: Config) -> PrefixMode:
     return PrefixMode.WHOLE if config.train.unshared_prefix == "whole" else PrefixMode.PER_RESPONSE
 
 
+def graph_crosses_lanes(config: Config) -> bool:
+    """Whether a prompt's graph may be kept from one lane to another: its backward then runs in the lane of its forward,
+    whatever lane the schedule gave it."""
+    own_pass = config.rollout.engine != "local" or prefix_mode(config) is PrefixMode.PER_RESPONSE
+    moves = config.schedule.name != "rollplex" or own_pass
+    return moves and config.train.prefix_activations != "recompute"
+
+
 def steps_of_rollout(
     config: Config,
     *,

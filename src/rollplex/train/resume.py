@@ -43,6 +43,7 @@ MAY_CHANGE = frozenset(
         "schedule.overlap",
         "schedule.decode_threads",
         "schedule.window_threads",
+        "schedule.window_sms",
         "schedule.pass_timeout_s",
         "rewards.on_timeout",
         "rollout.max_decode_rows",
