@@ -23,15 +23,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos_T1D, sin_T1D)
-        return _turn(x_THD, cos_T1D, sin_T1D, 1)
+        return turn(x_THD, cos_T1D, sin_T1D, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos_T1D, sin_T1D = ctx.saved_tensors
-        return _turn(grads[0], cos_T1D, sin_T1D, -1), None, None
+        return turn(grads[0], cos_T1D, sin_T1D, -1), None, None
 
 
-def _turn(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, sign: int) -> torch.Tensor:
+def turn(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, sign: int = 1) -> torch.Tensor:
+    """The rotation by itself, without a backward; sign -1: its inverse. Tables as `QwenDecoder.rotary` makes them."""
     other_THD = torch.roll(x_THD, x_THD.shape[-1] // 2, -1)
     return torch.mul(x_THD, cos_T1D).addcmul_(other_THD, sin_T1D, value=sign)
 

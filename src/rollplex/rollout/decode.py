@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rollplex.models.decoder import turn
 from rollplex.models.fused import FusedLayer, fuse_layer
 from rollplex.models.norms import rms_norm
 from rollplex.models.policy import Policy
@@ -79,7 +80,7 @@ class DecodeModel:
         sin_B1D = self.sin_M1D.index_select(0, positions_B)
         for number, (layer, fused) in enumerate(zip(self.adapter.layers, self.fused, strict=True)):
             qk_BJD, v_BKD = self._projections(layer, fused, rms_norm(layer.input_layernorm, x_BC))
-            qk_BJD = torch.addcmul(qk_BJD * cos_B1D, torch.roll(qk_BJD, shape.head_dim // 2, -1), sin_B1D)
+            qk_BJD = turn(qk_BJD, cos_B1D, sin_B1D)
             q_BHD, k_BKD = qk_BJD[:rows, : shape.num_heads], qk_BJD[:rows, shape.num_heads :]
             mixed_BC = caches.attend(number, q_BHD, k_BKD, v_BKD[:rows] if missing else v_BKD)
             if missing:
