@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -91,6 +92,26 @@ def test_times_hold_though_the_thread_is_put_aside_beside_the_profiler(
     assert level == (0, MIB) and held.numel() == MIB
     assert before_s - 1.0 <= times_s[1] - 1000.0 <= after_s + 1.0
     assert times_s[0] <= times_s[1]
+
+
+def test_garbage_from_before_is_not_counted_as_released() -> None:
+    class Ring:
+        def __init__(self) -> None:
+            self.own, self.held = self, _mib(7)
+
+    before = AllocationCounter(CPU)
+    gc.disable()  # only the collections of this test
+    try:
+        with before.counting():
+            Ring()
+        counter = AllocationCounter(CPU)
+        with counter.counting():
+            held = _mib(2)
+            gc.collect()
+    finally:
+        gc.enable()
+    assert before.trace().left_bytes == 7 * MIB
+    assert counter.trace().level == (0, 2 * MIB) and held.numel() == 2 * MIB
 
 
 def test_storages_count_once() -> None:

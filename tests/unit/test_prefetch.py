@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -213,6 +214,27 @@ def test_close_ends_the_threads():
     prompts.close()
     prompts.close()
     assert media_threads() <= before
+
+
+def test_threads_that_wait_keep_no_prompt():
+    """A thread that drops the last tensor while the interpreter ends takes the process down with it."""
+
+    class Pixels:
+        pass
+
+    built = []
+
+    def build_pixels(_):
+        pixels = Pixels()
+        built.append(weakref.ref(pixels))
+        return pixels
+
+    with make(build=build_pixels, media_workers=3, stop=9) as prompts:
+        rows(prompts, 9)
+        deadline = time.monotonic() + 5.0
+        while any(pixels() is not None for pixels in built) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(built) == 9 and [pixels() for pixels in built] == [None] * 9
 
 
 def media_threads():

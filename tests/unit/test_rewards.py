@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import gc
 import logging
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +375,43 @@ def test_waiting_has_its_own_deadline_and_close_ends_it() -> None:
     with pytest.raises(StateError, match="rollout 42"):
         runner.submit(make_group(), ["a", "b", "c"], STATE)
     release.set()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("ends", ["answer", "error", "late"])
+def test_waiting_threads_keep_no_group_and_close_ends_them(is_async: bool, ends: str) -> None:
+    """A thread that drops the last tensor while the interpreter ends takes the process down with it."""
+    release = threading.Event()
+
+    def reward(**_: Any) -> list[float]:
+        if ends == "error":
+            raise ValueError("no")
+        if ends == "late":
+            release.wait(PATIENCE_S)
+        return [0.0] * 3
+
+    async def reward_async(**_: Any) -> list[float]:
+        return reward()
+
+    before = set(threading.enumerate())
+    runner = RewardRunner(RewardConfig(timeout_s=0.2), [reward_async if is_async else reward])
+    group = make_group()
+    held = weakref.ref(group.spec.input_ids)
+    pending = runner.submit(group, ["a", "b", "c"], STATE)
+    with pytest.raises((RewardError, DeadlineError)) if ends != "answer" else contextlib.nullcontext():
+        pending.result(timeout_s=PATIENCE_S)
+    release.set()  # what was given up ends too
+    del group, pending
+    _until(lambda: gc.collect() >= 0 and held() is None, "the group is gone")
+    runner.close()
+    _until(lambda: ends == "late" or set(threading.enumerate()) <= before, "the threads have ended")
+
+
+def _until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 5.0
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
 
 
 def test_async_calls_run_together_and_share_one_loop_and_sync_calls_never_overlap() -> None:

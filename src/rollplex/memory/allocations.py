@@ -8,6 +8,7 @@ rewards) are left out.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from bisect import bisect_left, bisect_right
@@ -61,6 +62,9 @@ class AllocationCounter:
         self._began_s = time.monotonic() + to_epoch_s
         self._lock = threading.Lock()
         self._changes: list[tuple[float, int]] = []
+        # What is garbage already goes now: a collection that came upon it later would count as released what was never
+        # counted as held.
+        gc.collect()
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -168,10 +168,7 @@ class Prefetcher(Iterator[tuple[Example, PromptSpec]]):
             )
 
     def _work(self) -> None:
-        while not self._closed.is_set():
-            job = self._queue.get()
-            if job is None:
-                return
+        while not self._closed.is_set() and (job := self._queue.get()) is not None:
             job.started_at = time.monotonic()
             job.started.set()
             try:
@@ -181,6 +178,7 @@ class Prefetcher(Iterator[tuple[Example, PromptSpec]]):
                 job.error = error
             finally:
                 job.finished.set()
+            del job  # its media would live on in a thread that waits
 
 
 def _left(moment: float) -> float:

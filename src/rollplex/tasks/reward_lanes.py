@@ -4,6 +4,9 @@ Every function has its own lane: a daemon thread that calls a plain function one
 not be thread-safe), or a daemon thread with an event loop that runs all calls of an async function at once. The clock
 of a call starts when the call does. A call over its deadline is given up: Python cannot stop a thread, so the lane is
 left behind and its other calls move to a new one. No signals are used.
+
+A thread that waits keeps nothing of the call before: a group and its media would live on in it, and a thread that drops
+the last tensor while the interpreter ends takes the process down with it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
+JOIN_S = 2.0  # for the threads of all lanes to end at close, together
 HEARTBEAT_S = 0.5  # an event loop that does not answer for so long after a call's deadline is taken for blocked
 _numbers = itertools.count()
 
@@ -56,6 +60,7 @@ class FunctionLane:
         self._lock = threading.Condition()
         self._calls: list[Call] = []  # not yet resolved, in order of submission
         self._thread: _SyncThread | _LoopThread | None = None
+        self._watcher: threading.Thread | None = None
         self._closed = False
 
     def submit(self, call: Call) -> None:
@@ -66,12 +71,14 @@ class FunctionLane:
             self._calls.append(call)
             if self._thread is None:
                 self._thread = self._kind(self._name, self)
-                threading.Thread(target=self._watch, name=f"reward-watch-{self._name}", daemon=True).start()
+                self._watcher = threading.Thread(target=self._watch, name=f"reward-watch-{self._name}", daemon=True)
+                self._watcher.start()
             self._thread.add(call)
             self._lock.notify_all()
 
-    def close(self) -> None:
-        """Cancel all unresolved calls and let the threads end; a hung one stays behind as a daemon."""
+    def close(self) -> list[threading.Thread]:
+        """Cancel all unresolved calls. Returns the threads that now end, unless a call is still running: they are
+        daemons, and may be left behind."""
         with self._lock:
             self._closed = True
             calls, self._calls = self._calls, []
@@ -80,8 +87,10 @@ class FunctionLane:
         for call in calls:
             call.future.cancel()
             call.future.set_running_or_notify_cancel()  # else a waiter would not hear of it
-        if thread is not None:
-            thread.abandon()
+        if thread is None or self._watcher is None:
+            return []
+        thread.abandon()
+        return [thread.thread, self._watcher]
 
     def started(self, call: Call, thread: _SyncThread | _LoopThread) -> bool:
         """Start the clock of a call. False: the call is no longer this thread's to run."""
@@ -105,30 +114,33 @@ class FunctionLane:
                 call.future.set_exception(error)
 
     def _watch(self) -> None:
-        while True:
-            with self._lock:
-                if self._closed:
-                    return
+        while self._judge_overdue():
+            pass
+
+    def _judge_overdue(self) -> bool:
+        """Wait for calls to pass their deadlines, and give up those that must be. False: the lane is closed."""
+        with self._lock:
+            while True:
+                if self._closed or self._thread is None:
+                    return False
                 now = time.monotonic()
-                overdue = [c for c in self._calls if c.deadline is not None and c.deadline <= now]
-                if not overdue:
-                    deadlines = [c.deadline for c in self._calls if c.deadline is not None]
-                    self._lock.wait(min(deadlines) - now if deadlines else None)
-                    continue
-                thread = self._thread
-            if thread is None:
-                return
-            verdict = thread.judge(overdue)  # may wait for a heartbeat, so without the lock
-            with self._lock:
-                expired = [c for c in verdict.expired if c in self._calls]  # the others have ended meanwhile
-                self._calls = [c for c in self._calls if c not in expired]
-                for call in expired:
-                    call.ended = time.monotonic()
-                    call.future.set_exception(Overdue())
-                if verdict.stuck and expired:
-                    self._replace(thread)
-                else:
-                    thread.cancel(expired)
+                if overdue := [c for c in self._calls if c.deadline is not None and c.deadline <= now]:
+                    break
+                deadlines = [c.deadline for c in self._calls if c.deadline is not None]
+                self._lock.wait(min(deadlines) - now if deadlines else None)
+            thread = self._thread
+        verdict = thread.judge(overdue)  # may wait for a heartbeat, so without the lock
+        with self._lock:
+            expired = [c for c in verdict.expired if c in self._calls]  # the others have ended meanwhile
+            self._calls = [c for c in self._calls if c not in expired]
+            for call in expired:
+                call.ended = time.monotonic()
+                call.future.set_exception(Overdue())
+            if verdict.stuck and expired:
+                self._replace(thread)
+            else:
+                thread.cancel(expired)
+        return True
 
     def _replace(self, stuck: _SyncThread | _LoopThread) -> None:
         """Move the unresolved calls to a new thread; their clocks start anew. Called under the lock."""
@@ -150,7 +162,8 @@ class _SyncThread:
         self._queue: deque[Call] = deque()
         self._wake = threading.Condition()
         self._abandoned = False
-        threading.Thread(target=self._work, name=f"reward-{name}-{next(_numbers)}", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, name=f"reward-{name}-{next(_numbers)}", daemon=True)
+        self.thread.start()
 
     def add(self, call: Call) -> None:
         with self._wake:
@@ -170,21 +183,26 @@ class _SyncThread:
             self._wake.notify()
 
     def _work(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self._abandoned:
-                    self._wake.wait()
-                if self._abandoned:
-                    return
-                call = self._queue.popleft()
-            if not self._lane.started(call, self):
-                continue
-            answer, error = None, None
-            try:
-                answer = call.run()
-            except BaseException as raised:  # also SystemExit of a reward function: it must reach the waiter
-                error = raised
-            self._lane.finished(call, self, answer, error)
+        while (call := self._next()) is not None:
+            self._run(call)
+            del call
+
+    def _next(self) -> Call | None:
+        with self._wake:
+            while not self._queue and not self._abandoned:
+                self._wake.wait()
+            return None if self._abandoned else self._queue.popleft()
+
+    def _run(self, call: Call) -> None:
+        if not self._lane.started(call, self):
+            return
+        answer, error = None, None
+        try:
+            answer = call.run()
+        except BaseException as raised:  # also SystemExit of a reward function: it must reach the waiter
+            error = raised
+        self._lane.finished(call, self, answer, error)
+        del error  # its traceback holds this frame
 
 
 class _LoopThread:
@@ -194,7 +212,8 @@ class _LoopThread:
         self._lane = lane
         self._tasks: dict[Call, asyncio.Task[None]] = {}  # touched on the loop only
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._work, name=f"reward-{name}-{next(_numbers)}", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, name=f"reward-{name}-{next(_numbers)}", daemon=True)
+        self.thread.start()
 
     def add(self, call: Call) -> None:
         self._post(lambda: self._start(call))
@@ -254,3 +273,4 @@ class _LoopThread:
             error = raised
         self._tasks.pop(call, None)
         self._lane.finished(call, self, answer, error)
+        del error  # its traceback holds this frame

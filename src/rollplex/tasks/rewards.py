@@ -20,7 +20,7 @@ from typing import Any
 
 from rollplex.config import RewardConfig
 from rollplex.errors import ConfigError, DeadlineError, RewardError, RowError, StateError
-from rollplex.tasks.reward_lanes import HEARTBEAT_S, Call, FunctionLane, Overdue
+from rollplex.tasks.reward_lanes import HEARTBEAT_S, JOIN_S, Call, FunctionLane, Overdue
 from rollplex.tasks.reward_source import RewardFunction, is_async, resolve_reward, unique_names
 from rollplex.types import Example, Group
 
@@ -97,10 +97,12 @@ class RewardRunner:
         return pending
 
     def close(self) -> None:
-        """End the threads; calls that are still running are left behind. Safe to call twice."""
+        """End the threads; calls that do not end within seconds are left behind. Safe to call twice."""
         self._closed = True
-        for lane in self._lanes:
-            lane.close()
+        threads = [thread for lane in self._lanes for thread in lane.close()]
+        deadline_s = time.monotonic() + JOIN_S
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def longest_wait_s(self, num_groups: int) -> float:
         """Seconds after which `num_groups` groups submitted together are all scored or past their deadlines."""
