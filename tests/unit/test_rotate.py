@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollplex.models.decoder import rotate
+from rollplex.models.rotary import rotate
 
 
 def _by_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Literal
 from rollplex.models.shapes import ModelShape
 from rollplex.models.shard_plan import Kind, shard_plan
 
+_ROTATED_BYTES = 4  # the tower rotates in float32
 _LSE_BYTES = 4  # fp32, whatever the weights' dtype
 
 
@@ -139,13 +140,15 @@ class Activations:
         return ceil(numbers * self.dtype_bytes)
 
     def working_tower(self, visual_tokens: int) -> int:
-        """What one block of the vision tower needs at once in a pass that saves nothing; eager: q, k and v with the
-        rotated q and k, or the MLP; and the pack's pixels."""
+        """What one block of the vision tower needs at once in a pass that saves nothing; eager: q, k and v, beside them
+        q and k rolled and rotated (in float32, so that 16 bits need three times 4H), or the MLP; and the pack's
+        pixels."""
         vision = self.shape.vision
         if not self._eager:
             return self.vision(visual_tokens) // vision.depth
         patches = ceil(visual_tokens / self.degree) * vision.spatial_merge_size**2
-        numbers = 2 * vision.hidden_size + max(5 * vision.hidden_size, 3 * vision.intermediate_size)
+        rotating = 3 + (4 if self.dtype_bytes >= _ROTATED_BYTES else 12)
+        numbers = 2 * vision.hidden_size + max(rotating * vision.hidden_size, 3 * vision.intermediate_size)
         return patches * (numbers + self._pixels) * self.dtype_bytes
 
     @property
@@ -172,8 +175,9 @@ class Activations:
 
         A token is m^2 patches; a block saves for each what a decoder layer does, with A = K = H and an MLP of three
         matrices, or two (Qwen3, whose norms are LayerNorms: input and output); the merger saves its normed input and
-        its activation's input and output. Eager: q, k and v stay as one projection beside the rotated q and k, the
-        attention's output is copied (7H), the pixels of a pack are copied, each merger saves its norm as well.
+        its activation's input and output. Eager: q, k and v stay as one projection beside the rotated q and k (6H; with
+        windows of several lengths the attention's output is copied, 7H), the pixels of a pack are copied, each merger
+        saves its norm as well, whose input is the next block's where there is one.
         """
         vision, qwen3 = self.shape.vision, self.shape.family == "qwen3_vl"
         patches = ceil(visual_tokens / self.degree) * vision.spatial_merge_size**2
@@ -183,8 +187,8 @@ class Activations:
             return patches * (vision.depth * block + 3 * vision.hidden_size * self.dtype_bytes)
         norm = 2 if qwen3 else self._norm
         mlp = (2 if qwen3 else 4) * vision.intermediate_size
-        numbers = vision.depth * ((2 * norm + 7) * vision.hidden_size + mlp)
-        numbers += (1 + len(vision.deepstack_layers)) * (norm + 2) * vision.hidden_size
+        numbers = vision.depth * ((2 * norm + 6) * vision.hidden_size + mlp)
+        numbers += (norm + 2 + len(vision.deepstack_layers) * (norm + 1)) * vision.hidden_size
         numbers += self._pixels
         statistics = vision.depth * (_LSE_BYTES * vision.num_heads + (4 if qwen3 else 2) * self._wide)
         rotary = 2 * 4 * vision.hidden_size // vision.num_heads

@@ -13,34 +13,11 @@ from rollplex.errors import ModelError
 from rollplex.models.adapter import DecoderShape, FullBatch, VisionFeatures
 from rollplex.models.norms import rms_norm
 from rollplex.models.ranks import ALONE, TensorRanks, VocabEmbedding, VocabPart
+from rollplex.models.rotary import rotate, signed
 from rollplex.models.steady import by_rows, missing_rows
+from rollplex.models.tower import VisionTower
+from rollplex.models.vision_layout import PatchGrid
 from rollplex.types import PromptSpec
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotary embedding in the half-split convention, and its inverse as backward: a rotation per pair (x1, x2)."""
-
-    @staticmethod
-    def forward(ctx: Any, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos_T1D, sin_T1D)
-        return turn(x_THD, cos_T1D, sin_T1D, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos_T1D, sin_T1D = ctx.saved_tensors
-        return turn(grads[0], cos_T1D, sin_T1D, -1), None, None
-
-
-def turn(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, sign: int = 1) -> torch.Tensor:
-    """The rotation by itself, without a backward; sign -1: its inverse. Tables as `QwenDecoder.rotary` makes them."""
-    other_THD = torch.roll(x_THD, x_THD.shape[-1] // 2, -1)
-    return torch.mul(x_THD, cos_T1D).addcmul_(other_THD, sin_T1D, value=sign)
-
-
-def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of (T, heads, D) with the tables of `QwenDecoder.rotary`."""
-    rotated: torch.Tensor = _Rotate.apply(x_THD, cos_T1D, sin_T1D)
-    return rotated
 
 
 class QwenDecoder:
@@ -59,6 +36,7 @@ class QwenDecoder:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.text = text
         self.visual = model.model.visual
+        self.tower = VisionTower(self.visual)
         self.layers: Sequence[Any] = text.layers
         self.final_norm = text.norm
         self.lm_head = model.lm_head
@@ -88,8 +66,7 @@ class QwenDecoder:
     def rotary(self, positions_3T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.empty(0, dtype=dtype, device=positions_3T.device)
         cos, sin = self.rotary_module(like, positions_3T.unsqueeze(1))
-        first, second = sin[0].chunk(2, -1)
-        return cos[0].unsqueeze(1), torch.cat((-first, second), -1).unsqueeze(1)
+        return cos[0].unsqueeze(1), signed(sin[0]).unsqueeze(1)
 
     def qkv(
         self, layer: Any, x_TC: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
@@ -131,7 +108,9 @@ class QwenDecoder:
 
     def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
         """All media of all prompts through the tower in one call, then back into placeholder order."""
-        chunks, grids, order = [], [], []
+        chunks: list[torch.Tensor] = []
+        grids: list[list[PatchGrid]] = []
+        order: list[tuple[int, int]] = []
         for number, spec in enumerate(specs):
             for pixels, grid, kind in (
                 (spec.pixel_values, spec.image_grid_thw, 1),
@@ -139,34 +118,31 @@ class QwenDecoder:
             ):
                 if pixels is not None and grid is not None:
                     chunks.append(pixels)
-                    grids.append(grid)
+                    grids.append([(frames, rows, columns) for frames, rows, columns in grid.tolist()])
                     order.append((number, kind))
         if not chunks:
             return None
         weight = next(self.visual.parameters())
         pixels = torch.cat(chunks).to(device=weight.device, dtype=weight.dtype)
-        grid_thw = torch.cat(grids).to(weight.device)
-        parts = self._tower(pixels, grid_thw)
+        parts = self._tower(pixels, [grid for several in grids for grid in several])
         merge = self.visual.spatial_merge_size**2
-        sizes = [int(grid.prod(-1).sum()) // merge for grid in grids]
+        sizes = [sum(frames * rows * columns for frames, rows, columns in several) // merge for several in grids]
         index = _placeholder_order(specs, order, sizes)
         if index is not None:
             index = index.to(weight.device)
             parts = tuple(part.index_select(0, index) for part in parts)
         return VisionFeatures(embeds=parts[0], deepstack=tuple(parts[1:]))
 
-    def _tower(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _tower(self, pixels: torch.Tensor, grids: list[PatchGrid]) -> tuple[torch.Tensor, ...]:
         """Merged tokens, and those of each deepstack level. Where they are so few that their bits would depend on the
         number of threads (steady.py), a blank picture is beside them: pictures do not see each other."""
         side = self.visual.spatial_merge_size
         tokens = pixels.shape[0] // side**2
         blank = missing_rows(tokens, pixels)
-        if blank:
-            pixels = F.pad(pixels, (0, 0, 0, blank * side**2))
-            grid_thw = torch.cat([grid_thw, grid_thw.new_tensor([[1, side, side * blank]])])
-        output = self.visual(pixels, grid_thw=grid_thw)
-        parts = (output.pooler_output, *getattr(output, "deepstack_features", ()))
-        return tuple(part[:tokens] for part in parts) if blank else parts
+        if not blank:
+            return self.tower(pixels, grids)
+        parts = self.tower(F.pad(pixels, (0, 0, 0, blank * side**2)), [*grids, (1, side, side * blank)])
+        return tuple(part[:tokens] for part in parts)
 
 
 def _placeholder_order(

@@ -34,16 +34,13 @@ class Launches:
     head: int  # norm, product, log-softmax
     block: int  # of the tower, without its attention
     call: int  # of the tower's attention
-    frame: int  # of the tower, for each frame: positions, windows
     backward: float
 
 
-FUSED = Launches(projections=3, attention=1, on_prefix=1, finish=7, head=3, block=10, call=1, frame=0, backward=2.0)
+FUSED = Launches(projections=3, attention=1, on_prefix=1, finish=7, head=3, block=10, call=1, backward=2.0)
 # Calls of operators that are no mere view, counted while the passes of this repository ran (Qwen2.5-VL, CPU; see
 # docs/cost-model.md). A backward makes 2.2 for each of the forward; without Python between them they count as 1.5.
-EAGER = Launches(
-    projections=15, attention=4, on_prefix=25, finish=14, head=20, block=34, call=1, frame=17, backward=1.5
-)
+EAGER = Launches(projections=15, attention=4, on_prefix=25, finish=14, head=20, block=24, call=1, backward=1.5)
 # Scores of rollout/decode.py read or written: product, rows and cells in order, joined, softmax, parted, product.
 _SCORE_PASSES = 8
 # fp32 passes over the logits of a chunk (models/logprobs.py): written, log-sum-exp, subtracted and exponentiated in
@@ -56,8 +53,8 @@ class ModelCounts:
     """Counts passes of one model, the whole of it on one device; parallel.py divides them.
 
     `vision_trained` off: the tower has no backward (model.freeze_vision). `eager`: as this repository runs without
-    variable-length attention kernels (CPU, or a GPU without them): the tower calls attention once per window and frame,
-    and decoding writes its scores out. Sequences are packed; what pads is said.
+    variable-length attention kernels (CPU, or a GPU without them): the tower calls attention once for each length of
+    window or frame, and decoding writes its scores out. Sequences are packed; what pads is said.
     """
 
     shape: ModelShape
@@ -233,8 +230,7 @@ class ModelCounts:
             return NOTHING
         embedding = self._patch_embedding(prompts)
         whole = self.backward(embedding + self._blocks(prompts) + self._mergers(prompts))
-        indices = self._launches.backward * self._frame_launches(prompts)
-        return whole + Work(matmul_flops=-embedding.matmul_flops, kernels=-indices)
+        return whole + Work(matmul_flops=-embedding.matmul_flops)
 
     def vision_again(self, prompts: Sequence[Prompt], activations: Activations) -> Work:
         """What of the tower runs a second time, for its backward: a checkpoint leaves a frozen tower alone."""
@@ -260,20 +256,18 @@ class ModelCounts:
         pairs = full * whole + (vision.depth - full) * windows
         calls, number = vision.depth, self._launches
         if self.eager:
+            frame_sizes = {size for _, _, size in frames}
             cut = (
-                sum(t * n for grid, t, _ in frames for _, n in window_sizes(grid, vision)) if vision.window_size else 0
+                {size for grid, _, _ in frames for size, _ in window_sizes(grid, vision)} if vision.window_size else ()
             )
-            calls = full * sum(t for _, t, _ in frames) + (vision.depth - full) * cut
+            calls = full * len(frame_sizes) + (vision.depth - full) * len(cut)
         return Work(
             matmul_flops=2.0 * patches * matrices * vision.depth,
             attention_flops=4.0 * width * pairs,
             weight_bytes=matrices * vision.depth * self.dtype_bytes,
             stream_bytes=float(patches * per_patch * vision.depth * self.dtype_bytes),
-            kernels=vision.depth * number.block + calls * number.call + self._frame_launches(prompts),
+            kernels=vision.depth * number.block + calls * number.call,
         )
-
-    def _frame_launches(self, prompts: Sequence[Prompt]) -> int:
-        return self._launches.frame * sum(grid[0] for prompt in prompts for grid in prompt.grids)
 
     def _mergers(self, prompts: Sequence[Prompt]) -> Work:
         vision = self.shape.vision

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rollplex.models.decoder import turn
 from rollplex.models.fused import FusedLayer, fuse_layer
 from rollplex.models.norms import rms_norm
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack
+from rollplex.models.rotary import turn
 from rollplex.models.steady import missing_rows
 from rollplex.rollout.decode_buckets import table, widest
 from rollplex.rollout.two_level import Grid, Places, attend, bias_where
