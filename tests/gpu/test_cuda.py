@@ -105,6 +105,19 @@ def test_attention_in_chunks_equals_whole_attention(dtype: torch.dtype, bound: f
         assert float((whole - chunked).norm() / whole.norm()) < bound
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tower_gives_what_that_of_transformers_does(family: str, dtype: torch.dtype, bound: float) -> None:
+    made = tiny_rig(family, dtype, num_layers=2, num_heads=4, num_kv_heads=2)
+    made.policy.model.to("cuda")
+    specs = made.specs(("image", "text", "video", "two_images"))
+    with torch.no_grad():
+        found, right = made.policy.encode(specs), made.policy.encode(specs, ordinary=True)
+    assert found is not None and right is not None
+    for mine, theirs in zip((found.embeds, *found.deepstack), (right.embeds, *right.deepstack), strict=True):
+        assert float((mine - theirs).float().norm() / theirs.float().norm()) < bound
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_sample_what_lean_ones_do(family: str) -> None:
     """Also after the weights have changed in place, from the same captures."""

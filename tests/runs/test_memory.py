@@ -10,7 +10,7 @@ import torch
 
 from rollplex.config import Config
 from rollplex.errors import ConfigError
-from rollplex.memory.allocations import AllocationCounter, held_bytes
+from rollplex.memory.allocations import AllocationCounter
 from rollplex.runtime.trainer import Trainer, train
 
 TOLERANCE = 0.10
@@ -201,8 +201,7 @@ def test_an_evaluation_under_a_cap_holds_no_more_than_the_cap(tmp_path: Any) -> 
     trainer = Trainer(_config(tmp_path, **shape, **options, memory__cap_gib=(cap + 1) / 2**30))
     try:
         trainer.run_step()
-        lasting = trainer.learner._lasting_tensors()
-        counter = AllocationCounter(trainer.session.policy.device, held_bytes(lasting, torch.device("cpu")))
+        counter = AllocationCounter(trainer.session.policy.device, trainer.learner._held_bytes)
         with counter.counting():
             assert trainer.evaluate()["eval_rows"] > 16
         assert counter.trace().peak_bytes <= cap

@@ -26,7 +26,7 @@ def _mib(count: int) -> torch.Tensor:
 
 
 def test_the_peak_is_that_of_what_was_held_at_once() -> None:
-    counter = AllocationCounter(CPU, base_bytes=10 * MIB)
+    counter = AllocationCounter(CPU, lambda: 10 * MIB)
     with counter.counting():
         first = _mib(3)
         second = _mib(5)

@@ -35,5 +35,7 @@ def test_rotation_has_the_bits_of_its_formula(
     x.requires_grad_()
     found = rotate(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     assert torch.equal(found, _by_halves(x.detach(), cos, sin, 1))
+    with torch.no_grad():
+        assert torch.equal(found, rotate(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
     (gradient,) = torch.autograd.grad(found, x, upstream)
     assert torch.equal(gradient, _by_halves(upstream, cos, sin, -1))

@@ -12,7 +12,7 @@ import gc
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -55,16 +55,14 @@ class AllocationCounter:
     Example: with counter.counting(): work(); counter.trace().peak_bytes
     """
 
-    def __init__(self, device: torch.device, base_bytes: int = 0, *, to_epoch_s: float = 0.0):
-        """base_bytes: held before anything is counted. to_epoch_s: what time.monotonic lacks to the clock of the spans
+    def __init__(self, device: torch.device, held: Callable[[], int] = int, *, to_epoch_s: float = 0.0):
+        """held: bytes held before anything is counted. to_epoch_s: what time.monotonic lacks to the clock of the spans
         that the trace is held against."""
-        self.device, self._base_bytes, self._to_epoch_s = device, base_bytes, to_epoch_s
+        gc.collect()  # else a collection that comes upon older garbage later counts it as released, though never held
+        self.device, self._base_bytes, self._to_epoch_s = device, held(), to_epoch_s
         self._began_s = time.monotonic() + to_epoch_s
         self._lock = threading.Lock()
         self._changes: list[tuple[float, int]] = []
-        # What is garbage already goes now: a collection that came upon it later would count as released what was never
-        # counted as held.
-        gc.collect()
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -175,9 +175,9 @@ class Activations:
 
         A token is m^2 patches; a block saves for each what a decoder layer does, with A = K = H and an MLP of three
         matrices, or two (Qwen3, whose norms are LayerNorms: input and output); the merger saves its normed input and
-        its activation's input and output. Eager: q, k and v stay as one projection beside the rotated q and k (6H; with
-        windows of several lengths the attention's output is copied, 7H), the pixels of a pack are copied, each merger
-        saves its norm as well, whose input is the next block's where there is one.
+        its activation's input and output. Eager: q, k and v stay as one projection beside the rotated q and k (6H; 7H
+        with windows, whose results are joined where they are of several lengths), the pixels of a pack are copied, each
+        merger saves its norm as well, whose input is the next block's where there is one.
         """
         vision, qwen3 = self.shape.vision, self.shape.family == "qwen3_vl"
         patches = ceil(visual_tokens / self.degree) * vision.spatial_merge_size**2
@@ -187,7 +187,8 @@ class Activations:
             return patches * (vision.depth * block + 3 * vision.hidden_size * self.dtype_bytes)
         norm = 2 if qwen3 else self._norm
         mlp = (2 if qwen3 else 4) * vision.intermediate_size
-        numbers = vision.depth * ((2 * norm + 6) * vision.hidden_size + mlp)
+        attention = 7 if vision.window_size else 6
+        numbers = vision.depth * ((2 * norm + attention) * vision.hidden_size + mlp)
         numbers += (norm + 2 + len(vision.deepstack_layers) * (norm + 1)) * vision.hidden_size
         numbers += self._pixels
         statistics = vision.depth * (_LSE_BYTES * vision.num_heads + (4 if qwen3 else 2) * self._wide)

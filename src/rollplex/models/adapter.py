@@ -75,8 +75,11 @@ class VlmAdapter(Protocol):
     visual: nn.Module
     vision_token_ids: tuple[int, ...]  # never to be sampled
 
-    def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
-        """Vision features of all media of `specs`, ordered by spec, then by placeholder; None when there are none."""
+    def encode(self, specs: Sequence[PromptSpec], *, ordinary: bool = False) -> VisionFeatures | None:
+        """Vision features of all media of `specs`, ordered by spec, then by placeholder; None when there are none.
+
+        ordinary: through transformers' own tower, as `full_hidden` runs its decoder.
+        """
 
     def rotary(self, positions_3T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos_T1D, sin_T1D) for MRoPE positions (3, T). Rotated is x * cos + roll(x, D / 2) * sin: `sin` is negative

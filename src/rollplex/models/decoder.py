@@ -36,7 +36,7 @@ class QwenDecoder:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.text = text
         self.visual = model.model.visual
-        self.tower = VisionTower(self.visual)
+        self._tower = VisionTower(self.visual)
         self.layers: Sequence[Any] = text.layers
         self.final_norm = text.norm
         self.lm_head = model.lm_head
@@ -106,7 +106,7 @@ class QwenDecoder:
         )
         return output.last_hidden_state
 
-    def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
+    def encode(self, specs: Sequence[PromptSpec], *, ordinary: bool = False) -> VisionFeatures | None:
         """All media of all prompts through the tower in one call, then back into placeholder order."""
         chunks: list[torch.Tensor] = []
         grids: list[list[PatchGrid]] = []
@@ -124,7 +124,7 @@ class QwenDecoder:
             return None
         weight = next(self.visual.parameters())
         pixels = torch.cat(chunks).to(device=weight.device, dtype=weight.dtype)
-        parts = self._tower(pixels, [grid for several in grids for grid in several])
+        parts = self._merged(pixels, [grid for several in grids for grid in several], ordinary)
         merge = self.visual.spatial_merge_size**2
         sizes = [sum(frames * rows * columns for frames, rows, columns in several) // merge for several in grids]
         index = _placeholder_order(specs, order, sizes)
@@ -133,16 +133,20 @@ class QwenDecoder:
             parts = tuple(part.index_select(0, index) for part in parts)
         return VisionFeatures(embeds=parts[0], deepstack=tuple(parts[1:]))
 
-    def _tower(self, pixels: torch.Tensor, grids: list[PatchGrid]) -> tuple[torch.Tensor, ...]:
+    def _merged(self, pixels: torch.Tensor, grids: list[PatchGrid], ordinary: bool) -> tuple[torch.Tensor, ...]:
         """Merged tokens, and those of each deepstack level. Where they are so few that their bits would depend on the
         number of threads (steady.py), a blank picture is beside them: pictures do not see each other."""
         side = self.visual.spatial_merge_size
         tokens = pixels.shape[0] // side**2
         blank = missing_rows(tokens, pixels)
-        if not blank:
-            return self.tower(pixels, grids)
-        parts = self.tower(F.pad(pixels, (0, 0, 0, blank * side**2)), [*grids, (1, side, side * blank)])
-        return tuple(part[:tokens] for part in parts)
+        if blank:
+            pixels, grids = F.pad(pixels, (0, 0, 0, blank * side**2)), [*grids, (1, side, side * blank)]
+        if ordinary:
+            output = self.visual(pixels, grid_thw=torch.tensor(grids, device=pixels.device))
+            parts = (output.pooler_output, *getattr(output, "deepstack_features", ()))
+        else:
+            parts = self._tower(pixels, grids)
+        return tuple(part[:tokens] for part in parts) if blank else parts
 
 
 def _placeholder_order(

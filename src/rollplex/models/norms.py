@@ -1,4 +1,4 @@
-"""RMS norm of a decoder in one call where nothing is cast.
+"""RMS norm of decoder and vision tower in one call where nothing is cast.
 
 transformers writes it as seven operations. Between two operations a thread must take the interpreter back, so passes
 of many small operations and decoding beside them slow each other down (docs/lab-notes.md); torch's own norm is one. In

@@ -19,21 +19,21 @@ VISION_CACHE_BYTES = 1 << 30
 
 @dataclass
 class VisionCache:
-    """Features of a frozen vision tower by prompt digest, least recently used first, bounded in bytes."""
+    """Features of a frozen vision tower by prompt digest and path, least recently used first, bounded in bytes."""
 
     limit_bytes: int = VISION_CACHE_BYTES
     num_bytes: int = 0
-    entries: OrderedDict[str, VisionFeatures] = field(default_factory=OrderedDict)
+    entries: OrderedDict[tuple[str, bool], VisionFeatures] = field(default_factory=OrderedDict)
 
-    def get(self, digest: str) -> VisionFeatures | None:
+    def get(self, key: tuple[str, bool]) -> VisionFeatures | None:
         """The cached features, now most recently used."""
-        if digest in self.entries:
-            self.entries.move_to_end(digest)
-        return self.entries.get(digest)
+        if key in self.entries:
+            self.entries.move_to_end(key)
+        return self.entries.get(key)
 
-    def put(self, digest: str, features: VisionFeatures) -> None:
+    def put(self, key: tuple[str, bool], features: VisionFeatures) -> None:
         """Keep `features`, dropping the least recently used ones beyond the limit."""
-        self.entries[digest] = features
+        self.entries[key] = features
         self.num_bytes += _num_bytes(features)
         while self.num_bytes > self.limit_bytes and self.entries:
             _, old = self.entries.popitem(last=False)
@@ -80,26 +80,27 @@ class Policy:
         self.bump()
         self.vision_cache = VisionCache(self.vision_cache.limit_bytes)
 
-    def encode(self, specs: Sequence[PromptSpec]) -> VisionFeatures | None:
-        """Vision features of `specs` in order. A frozen tower runs once per prompt digest and never under autograd."""
+    def encode(self, specs: Sequence[PromptSpec], *, ordinary: bool = False) -> VisionFeatures | None:
+        """Vision features of `specs` in order. A frozen tower runs once per prompt digest and never under autograd.
+        ordinary: as VlmAdapter.encode."""
         if not self.vision_frozen:
             self.encode_calls += sum(_has_media(spec) for spec in specs)
-            return self.adapter.encode(specs)
-        parts = [self._encode_frozen(spec) for spec in specs if _has_media(spec)]
+            return self.adapter.encode(specs, ordinary=ordinary)
+        parts = [self._encode_frozen(spec, ordinary) for spec in specs if _has_media(spec)]
         if not parts:
             return None
         embeds = torch.cat([part.embeds for part in parts])
         deepstack = tuple(torch.cat(level) for level in zip(*(part.deepstack for part in parts), strict=True))
         return VisionFeatures(embeds, deepstack)
 
-    def _encode_frozen(self, spec: PromptSpec) -> VisionFeatures:
-        features = self.vision_cache.get(spec.digest)
+    def _encode_frozen(self, spec: PromptSpec, ordinary: bool) -> VisionFeatures:
+        features = self.vision_cache.get((spec.digest, ordinary))
         if features is None:
             self.encode_calls += 1
             with torch.no_grad():
-                encoded = self.adapter.encode([spec])
+                encoded = self.adapter.encode([spec], ordinary=ordinary)
             assert encoded is not None  # only called for prompts with media
-            self.vision_cache.put(spec.digest, encoded)
+            self.vision_cache.put((spec.digest, ordinary), encoded)
             features = encoded
         return features
 

@@ -4,8 +4,9 @@ A float64 model of transformers still narrows to float32 in three kinds of place
 `models/<family>/modeling_<family>.py`):
 - RMSNorm: `hidden_states.to(torch.float32)` before the mean square (decoder norms, q/k norms, and the norms of the
   Qwen2.5-VL vision tower);
-- `apply_rotary_pos_emb_vision`: `q.float()`, `k.float()` in every vision block;
-- `eager_attention_forward`: `softmax(..., dtype=torch.float32)` (only with attn_implementation="eager").
+- `apply_rotary_pos_emb_vision`: `q.float()`, `k.float()` in every vision block (models/tower.py casts alike);
+- `eager_attention_forward`: `softmax(..., dtype=torch.float32)` (only with attn_implementation="eager", on the
+  ordinary path: all others attend without it).
 Two ways of computing the same thing then agree to about 1e-8 only, which would hide real faults of that size. Inside
 `full_float64()` these places keep float64 where their input is float64 and do what they always did elsewhere.
 
@@ -30,6 +31,14 @@ _FAMILY_MODULES = {
 }
 
 
+_lifting = 0  # blocks of `full_float64` that are open
+
+
+def is_lifted() -> bool:
+    """Whether float64 stays float64 everywhere (`full_float64`), for code that casts as transformers does."""
+    return _lifting > 0
+
+
 @contextmanager
 def full_float64() -> Iterator[None]:
     """Lift the casts for the duration of the block, backward passes included; everything is restored on exit.
@@ -37,7 +46,9 @@ def full_float64() -> Iterator[None]:
     For verification only. It replaces functions of the transformers modules, so it holds for the whole process: no
     other thread may train or sample meanwhile.
     """
+    global _lifting  # noqa: PLW0603 - as the functions that it replaces, it holds for the whole process
     originals: list[tuple[Any, str, Any]] = []
+    _lifting += 1
     try:
         for module_name, norms in _FAMILY_MODULES.items():
             module = importlib.import_module(module_name)
@@ -52,6 +63,7 @@ def full_float64() -> Iterator[None]:
                 setattr(owner, name, _in_float64(lifted, original))
         yield
     finally:
+        _lifting -= 1
         for owner, name, original in reversed(originals):
             setattr(owner, name, original)
 

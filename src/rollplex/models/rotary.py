@@ -1,6 +1,6 @@
-"""Rotary embedding in three calls, for passes, decoding and the vision tower.
+"""Rotary embedding in three calls and three of its backward, for passes, decoding and the vision tower.
 
-transformers' half-split form takes eleven with its backward. Sines carry the sign of the half that they multiply, so
+Sines carry the sign of the half that they multiply, so
 that the rotated is x * cos + roll(x, D / 2) * sin. Product and sum are rounded once, where transformers rounds twice.
 """
 
@@ -32,7 +32,9 @@ def turn(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, sign
 
 
 def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of (T, heads, D) with tables of (T, 1, D)."""
+    """Rotary embedding of (T, heads, D) with tables of (T, 1, D), sines `signed`."""
+    if not torch.is_grad_enabled():  # a Function costs as much Python as the calls in it, and decoding waits for it
+        return turn(x_THD, cos_T1D, sin_T1D)
     rotated: torch.Tensor = _Rotate.apply(x_THD, cos_T1D, sin_T1D)
     return rotated
 

@@ -1,131 +1,132 @@
 """The vision towers of both families, run with few calls: transformers' modules in a forward of our own.
 
 transformers' forward makes more calls for a few small pictures than the decoder does for their whole prompt: it works
-out positions and windows (vision_layout.py), norms and rotates in many small operations, and attends window by window.
-Calls cost time by themselves, and more beside decoding (docs/lab-notes.md). Here windows of one length attend in one
-call, queries and keys are rotated together, and patches, which do not overlap, are embedded by a product of matrices
-instead of a convolution. Modules stay transformers' own, so LoRA on them works unchanged.
+out positions and windows anew (vision_layout.py), norms and rotates in many small operations, and attends window by
+window. Calls cost time by themselves, and more beside decoding (docs/lab-notes.md). Here windows of one length attend
+in one call, queries and keys are rotated together, and patches, which do not overlap, are embedded by a product of
+matrices instead of a convolution. Modules stay transformers' own, so LoRA on them works unchanged, and the ordinary
+path (`QwenDecoder.encode`) still runs transformers' forward, which `rollplex verify` holds this one against.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
+from rollplex.errors import ModelError
 from rollplex.models.norms import rms_norm
+from rollplex.models.precision import is_lifted
 from rollplex.models.rotary import rotate, signed
-from rollplex.models.vision_layout import PatchGrid, Runs, TowerShape, vision_layout
+from rollplex.models.vision_layout import Index, LearnedGrid, PatchGrid, Runs, TowerShape, vision_layout
 
 
 class VisionTower:
-    """Runs `visual`, the tower of a Qwen2.5-VL or Qwen3-VL model; holds nothing of its own."""
+    """Runs `visual`, the tower of a Qwen2.5-VL or Qwen3-VL model; has no weights of its own.
+
+    Raises ModelError where patches overlap, or an adapter has taken the place of their embedding.
+    """
 
     def __init__(self, visual: Any):
-        config = visual.config
+        projection, side = visual.patch_embed.proj, getattr(visual, "num_grid_per_side", None)
+        if type(projection) is not nn.Conv3d or projection.kernel_size != projection.stride:
+            raise ModelError(
+                f"the vision tower embeds patches with {projection}, needed a plain Conv3d whose stride is its kernel; "
+                "leave it out of model.lora.target_modules"
+            )
         self._visual = visual
-        learned = hasattr(visual, "pos_embed")
         self._shape = TowerShape(
             merge=visual.spatial_merge_size,
             patch=visual.patch_size,
-            window=None if learned else visual.window_size,
-            learned_side=visual.num_grid_per_side if learned else None,
+            window=getattr(visual, "window_size", None),
+            learned=None
+            if side is None
+            else LearnedGrid(side, visual.interpolation_mode, visual.interpolation_align_corners),
         )
-        self._heads: int = config.num_heads
-        # Blocks that attend within whole frames though there are windows.
-        self._full: frozenset[int] = frozenset(() if learned else visual.fullatt_block_indexes)
-        self._deepstack = {level: n for n, level in enumerate(getattr(visual, "deepstack_visual_indexes", ()))}
+        self._full = frozenset(getattr(visual, "fullatt_block_indexes", ()))  # within frames though there are windows
+        self._deepstack = {block: level for level, block in enumerate(getattr(visual, "deepstack_visual_indexes", ()))}
 
     def __call__(self, pixels_NP: torch.Tensor, grids: Sequence[PatchGrid]) -> tuple[torch.Tensor, ...]:
         """Merged tokens (N / merge^2, width of the decoder), then those of each deepstack level, in the order of
         `grids`. pixels_NP: the patches of all grids, in the weights' dtype, on their device."""
-        visual, layout = self._visual, vision_layout(grids, self._shape)
-        x_NC = self._embed(pixels_NP)
-        if layout.taps is not None and layout.weights is not None:
-            taps, weights = self._on(layout.taps, x_NC), self._on(layout.weights, x_NC)
-            x_NC = x_NC + (visual.pos_embed(taps) * weights[:, :, None]).sum(1).to(x_NC.dtype)
-        if layout.tokens is not None:
-            tokens = self._on(layout.tokens, x_NC)
+        visual, layout, device = self._visual, vision_layout(grids, self._shape), pixels_NP.device
+        # All indices before the first product: a copy from the host waits for what was queued before it.
+        frames = _Attention(layout.frames, device)
+        windows = None if layout.windows is None else _Attention(layout.windows, device)
+        tokens, tokens_back = _there_and_back(layout.tokens, device)
+        cos_ND, sin_ND = visual.rotary_pos_emb(pixels_NP, torch.from_numpy(layout.positions).to(device))
+        rotation = _Rotation(cos_ND.unsqueeze(1), sin_ND.unsqueeze(1), pixels_NP.dtype)
+        learned = layout.learned
+        if learned is not None:
+            taps, weights = (torch.from_numpy(part).to(device) for part in (learned.taps, learned.weights))
+            positions_NC = (visual.pos_embed(taps) * weights[:, :, None]).sum(1)
+
+        projection = visual.patch_embed.proj
+        x_NC = F.linear(pixels_NP, projection.weight.flatten(1), projection.bias)
+        if learned is not None:
+            x_NC = x_NC + positions_NC.to(x_NC.dtype)
+        if tokens is not None:
             x_NC = x_NC.view(len(tokens), -1).index_select(0, tokens).view(x_NC.shape)
-        frames = _Attention(layout.frames, self._heads, x_NC.device)
-        windows = None if layout.windows is None else _Attention(layout.windows, self._heads, x_NC.device)
-        cos_ND, sin_ND = visual.rotary_pos_emb(x_NC, self._on(layout.positions, x_NC))
-        tables = _Tables(cos_ND, sin_ND, x_NC.dtype)
         levels: list[torch.Tensor] = []
         for number, block in enumerate(visual.blocks):
-            attend = frames if windows is None or number in self._full else windows
-            x_NC = x_NC + attend(block.attn, _norm(block.norm1, x_NC), tables)
+            attention = frames if windows is None or number in self._full else windows
+            x_NC = x_NC + _attend(block.attn, _norm(block.norm1, x_NC), rotation, attention)
             x_NC = x_NC + block.mlp(_norm(block.norm2, x_NC))
             if number in self._deepstack:
                 levels.append(visual.deepstack_merger_list[self._deepstack[number]](x_NC))
         parts = (visual.merger(x_NC), *levels)
-        if layout.tokens is None:
-            return parts
-        back = self._on(np.argsort(layout.tokens), x_NC)
-        return tuple(part.index_select(0, back) for part in parts)
-
-    def _embed(self, pixels_NP: torch.Tensor) -> torch.Tensor:
-        projection = self._visual.patch_embed.proj
-        if type(projection) is not nn.Conv3d:  # an adapter
-            return self._visual.patch_embed(pixels_NP)
-        return F.linear(pixels_NP, projection.weight.flatten(1), projection.bias)
-
-    @staticmethod
-    def _on(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(array).to(like.device)
+        return parts if tokens_back is None else tuple(part.index_select(0, tokens_back) for part in parts)
 
 
-class _Tables:
-    """Rotary tables of a call as rotation in its dtype needs them."""
+class _Rotation:
+    """Rotary embedding in float32 whatever the dtype, as transformers', but for float64 where that cast is lifted."""
 
-    def __init__(self, cos_ND: torch.Tensor, sin_ND: torch.Tensor, dtype: torch.dtype):
-        self.cos_ND, self.sin_ND = cos_ND, sin_ND
-        # transformers rotates in float32 whatever the dtype, unless precision.full_float64 lifts that
-        self.lean = None if dtype is torch.float64 else (cos_ND.unsqueeze(1), signed(sin_ND).unsqueeze(1))
+    def __init__(self, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, dtype: torch.dtype):
+        self._inner, self._outer = torch.float64 if dtype is torch.float64 and is_lifted() else torch.float32, dtype
+        self._tables = cos_N1D.to(self._inner), signed(sin_N1D.to(self._inner))
 
-    def rotate(self, module: nn.Module, qk_NHD: torch.Tensor) -> torch.Tensor:
-        """Queries and keys, (N, 2 heads, D), of attention `module`."""
-        if self.lean is None:
-            both = sys.modules[type(module).__module__].apply_rotary_pos_emb_vision
-            return torch.cat(both(*qk_NHD.chunk(2, 1), self.cos_ND, self.sin_ND), 1)
-        return rotate(qk_NHD.float(), *self.lean).to(qk_NHD.dtype)
+    def __call__(self, x_NHD: torch.Tensor) -> torch.Tensor:
+        return rotate(x_NHD.to(self._inner), *self._tables).to(self._outer)
 
 
 class _Attention:
-    """Attention within runs of rows."""
+    """Attention within runs of rows, a call for each length."""
 
-    def __init__(self, runs: Runs, heads: int, device: torch.device):
-        self._groups, self._heads = runs.groups, heads
-        self._order = self._back = None
-        if runs.order is not None:
-            self._order = torch.from_numpy(runs.order).to(device)
-            self._back = torch.from_numpy(np.argsort(runs.order)).to(device)
+    def __init__(self, runs: Runs, device: torch.device):
+        self._groups = runs.groups
+        self._order, self._back = _there_and_back(runs.order, device)
 
-    def __call__(self, module: Any, h_NC: torch.Tensor, tables: _Tables) -> torch.Tensor:
-        """What a block's attention `module` gives for its normed input."""
-        heads = self._heads
-        qkv_NHD = module.qkv(h_NC).view(h_NC.shape[0], 3 * heads, -1)
-        qk_NHD, v_NHD = tables.rotate(module, qkv_NHD[:, : 2 * heads]), qkv_NHD[:, 2 * heads :]
+    def __call__(self, qk_NHD: torch.Tensor, v_NHD: torch.Tensor, scale: float) -> torch.Tensor:
+        """qk_NHD: queries of all heads, then keys. Returns (N, heads, D)."""
         if self._order is not None:
             qk_NHD, v_NHD = qk_NHD.index_select(0, self._order), v_NHD.index_select(0, self._order)
-        q_NHD, k_NHD = qk_NHD[:, :heads], qk_NHD[:, heads:]
-        rows = [count * length for count, length in self._groups]
-        parts = []
-        for (count, length), *qkv in zip(self._groups, *(x.split(rows) for x in (q_NHD, k_NHD, v_NHD)), strict=True):
-            q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
-            parts.append(F.scaled_dot_product_attention(q, k, v, scale=module.scaling).transpose(1, 2).flatten(0, 1))
+        rows, parts = [count * length for count, length in self._groups], []
+        for (count, length), qk, values in zip(self._groups, qk_NHD.split(rows), v_NHD.split(rows), strict=True):
+            q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (*qk.chunk(2, 1), values))
+            parts.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
         out_NHD = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self._back is not None:
-            out_NHD = out_NHD.index_select(0, self._back)
-        return module.proj(out_NHD.flatten(1))
+        return out_NHD if self._back is None else out_NHD.index_select(0, self._back)
+
+
+def _attend(module: Any, h_NC: torch.Tensor, rotation: _Rotation, attention: _Attention) -> torch.Tensor:
+    """What a block's attention `module` gives for its normed input."""
+    heads = module.num_heads
+    qkv_NHD = module.qkv(h_NC).view(h_NC.shape[0], 3 * heads, -1)
+    qk_NHD = rotation(qkv_NHD[:, : 2 * heads])
+    return module.proj(attention(qk_NHD, qkv_NHD[:, 2 * heads :], module.scaling).flatten(1))
 
 
 def _norm(norm: Any, x_NC: torch.Tensor) -> torch.Tensor:
     """Qwen2.5-VL's blocks have RMSNorms, Qwen3-VL's LayerNorms."""
     return norm(x_NC) if isinstance(norm, nn.LayerNorm) else rms_norm(norm, x_NC)
+
+
+def _there_and_back(order: Index | None, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """An order on the device, and its inverse."""
+    if order is None:
+        return None, None
+    return torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device)

@@ -143,10 +143,7 @@ class Learner:
         """One rollout and its optimizer steps. On an error no half-applied gradient is left."""
         watch = Stopwatch(state.global_step + 1)
         if watch.step in self.config.run.memory_steps:
-            device = self.policy.device
-            before = allocated_bytes(device)
-            held = held_bytes(self._lasting_tensors(), device) if before is None else before
-            watch.allocations = AllocationCounter(device, held, to_epoch_s=watch.to_epoch_s)
+            watch.allocations = AllocationCounter(self.policy.device, self._held_bytes, to_epoch_s=watch.to_epoch_s)
         with watch.counting(), prompt_switches():
             outcome, sample = self._step(next_slots, state, watch)
         if watch.allocations is None or not outcome.groups:
@@ -356,6 +353,12 @@ class Learner:
     def _policies(self) -> list[Policy]:
         reference = self.updater.reference
         return [self.policy] if reference is None else [self.policy, reference.policy]
+
+    def _held_bytes(self) -> int:
+        """What is allocated between steps; a CPU's allocator does not say, so that what should be is added up."""
+        device = self.policy.device
+        allocated = allocated_bytes(device)
+        return held_bytes(self._lasting_tensors(), device) if allocated is None else allocated
 
     def _lasting_tensors(self) -> Iterator[torch.Tensor]:
         """What stays from step to step."""

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 2.0  # for the threads of all lanes to end at close, together
 HEARTBEAT_S = 0.5  # an event loop that does not answer for so long after a call's deadline is taken for blocked
 _numbers = itertools.count()
 
@@ -60,7 +59,7 @@ class FunctionLane:
         self._lock = threading.Condition()
         self._calls: list[Call] = []  # not yet resolved, in order of submission
         self._thread: _SyncThread | _LoopThread | None = None
-        self._watcher: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # all that were started
         self._closed = False
 
     def submit(self, call: Call) -> None:
@@ -70,15 +69,16 @@ class FunctionLane:
                 raise RuntimeError(f"the lane of {self._name} is closed")
             self._calls.append(call)
             if self._thread is None:
-                self._thread = self._kind(self._name, self)
-                self._watcher = threading.Thread(target=self._watch, name=f"reward-watch-{self._name}", daemon=True)
-                self._watcher.start()
+                watcher = threading.Thread(target=self._watch, name=f"reward-watch-{self._name}", daemon=True)
+                watcher.start()
+                self._threads.append(watcher)
+                self._thread = self._new_thread()
             self._thread.add(call)
             self._lock.notify_all()
 
     def close(self) -> list[threading.Thread]:
-        """Cancel all unresolved calls. Returns the threads that now end, unless a call is still running: they are
-        daemons, and may be left behind."""
+        """Cancel all unresolved calls. Returns the threads, which now end once their calls have; they are daemons, and
+        may be left behind."""
         with self._lock:
             self._closed = True
             calls, self._calls = self._calls, []
@@ -87,10 +87,9 @@ class FunctionLane:
         for call in calls:
             call.future.cancel()
             call.future.set_running_or_notify_cancel()  # else a waiter would not hear of it
-        if thread is None or self._watcher is None:
-            return []
-        thread.abandon()
-        return [thread.thread, self._watcher]
+        if thread is not None:
+            thread.abandon()
+        return self._threads
 
     def started(self, call: Call, thread: _SyncThread | _LoopThread) -> bool:
         """Start the clock of a call. False: the call is no longer this thread's to run."""
@@ -147,11 +146,16 @@ class FunctionLane:
         logger.warning(
             "reward function %s does not return: its thread is left behind, a new one takes over", self._name
         )
-        self._thread = self._kind(self._name, self)
+        self._thread = self._new_thread()
         for call in self._calls:
             call.deadline = None
             self._thread.add(call)
         stuck.abandon()
+
+    def _new_thread(self) -> _SyncThread | _LoopThread:
+        thread = self._kind(self._name, self)
+        self._threads = [*(t for t in self._threads if t.is_alive()), thread.thread]
+        return thread
 
 
 class _SyncThread:
@@ -202,7 +206,7 @@ class _SyncThread:
         except BaseException as raised:  # also SystemExit of a reward function: it must reach the waiter
             error = raised
         self._lane.finished(call, self, answer, error)
-        del error  # its traceback holds this frame
+        del call, error  # whose traceback holds this frame: call -> future -> error -> frame -> call
 
 
 class _LoopThread:
@@ -273,4 +277,4 @@ class _LoopThread:
             error = raised
         self._tasks.pop(call, None)
         self._lane.finished(call, self, answer, error)
-        del error  # its traceback holds this frame
+        del call, error  # whose traceback holds this frame: call -> future -> error -> frame -> call

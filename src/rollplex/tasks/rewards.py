@@ -20,13 +20,14 @@ from typing import Any
 
 from rollplex.config import RewardConfig
 from rollplex.errors import ConfigError, DeadlineError, RewardError, RowError, StateError
-from rollplex.tasks.reward_lanes import HEARTBEAT_S, JOIN_S, Call, FunctionLane, Overdue
+from rollplex.tasks.reward_lanes import HEARTBEAT_S, Call, FunctionLane, Overdue
 from rollplex.tasks.reward_source import RewardFunction, is_async, resolve_reward, unique_names
 from rollplex.types import Example, Group
 
 logger = logging.getLogger(__name__)
 
 OWN_KEYWORDS = ("prompts", "completions", "images", "videos", "trainer_state", "log_extra", "log_metric")
+_JOIN_S = 2.0  # for threads to end their calls at close
 UNSEEN_COLUMNS = ("prompt", "completion", "completion_ids")  # TRL does not pass these on
 
 
@@ -100,9 +101,11 @@ class RewardRunner:
         """End the threads; calls that do not end within seconds are left behind. Safe to call twice."""
         self._closed = True
         threads = [thread for lane in self._lanes for thread in lane.close()]
-        deadline_s = time.monotonic() + JOIN_S
+        deadline_s = time.monotonic() + _JOIN_S
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        if busy := [thread.name for thread in threads if thread.is_alive()]:
+            logger.warning("left behind %g s after close: %s", _JOIN_S, ", ".join(busy))
 
     def longest_wait_s(self, num_groups: int) -> float:
         """Seconds after which `num_groups` groups submitted together are all scored or past their deadlines."""

@@ -1,6 +1,6 @@
 """The ordinary path (`train.share_prefix: false`): every response runs with its own copy of its prompt and media.
 
-This is what runtimes without prefix sharing do, through transformers' own decoder forward. It exists as the baseline
+This is what runtimes without prefix sharing do, through transformers' own tower and decoder. It exists as the baseline
 that users can switch to and as the other side of `rollplex verify`.
 """
 
@@ -43,7 +43,7 @@ def full_sequence_logps(
             positions_3BS=pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device),
             mask_BS=(torch.arange(width, device=device) < lengths[:, None]).long(),
             visual_BS=pad_sequence(visual, batch_first=True).to(device),
-            vision=policy.encode([spec for spec, _ in rows]),
+            vision=policy.encode([spec for spec, _ in rows], ordinary=True),
         )
         hidden_TC = adapter.full_hidden(batch).flatten(0, 1).index_select(0, picks_T)
         tokens_T = torch.cat([torch.tensor(response) for _, response in rows]).to(device)
