@@ -9,6 +9,7 @@ import torch
 
 from numerics.cases import EXAMPLES, FAMILIES, MODES, tiny_rig
 from rollplex.errors import StateError
+from rollplex.models.adapter import VisionFeatures
 from rollplex.models.policy import Policy, VisionCache
 from rollplex.models.precision import full_float64
 from rollplex.models.prefix import backward_prefix, compute_prefix
@@ -137,7 +138,21 @@ def test_frozen_features_are_encoded_once_per_prompt_and_bounded(family):
             torch.testing.assert_close(got, wanted)
     assert policy.encode_calls == 2  # the last prompt equals the first, token by token and pixel by pixel
     size = policy.vision_cache.num_bytes
+    for _ in range(2):  # the ordinary path has features of its own: else it would be held against itself
+        ordinary = policy.encode(specs, ordinary=True)
+        torch.testing.assert_close(ordinary.embeds, fresh.embeds)
+        assert policy.encode_calls == 4 and policy.vision_cache.num_bytes == 2 * size
     policy.vision_cache = VisionCache(limit_bytes=size - 1)
     policy.encode(specs)
     assert len(policy.vision_cache.entries) == 1
     assert policy.vision_cache.num_bytes < size
+
+
+def test_features_that_two_threads_missed_count_once():
+    cache, features = VisionCache(), VisionFeatures(torch.zeros(5, 2))
+    for _ in range(2):
+        cache.put(("digest", False), features)
+    assert cache.num_bytes == 40 and cache.get(("digest", False)) is features
+    cache.limit_bytes = 0
+    cache.put(("another", False), features)
+    assert cache.num_bytes == 0 and not cache.entries

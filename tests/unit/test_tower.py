@@ -132,11 +132,13 @@ def test_few_tokens_have_the_features_of_the_ordinary_path(family: str, grids: l
     assert max(apart(one, other) for one, other in pairs) < 1e-5
 
 
-@pytest.mark.parametrize("proj", [nn.Conv3d(3, 32, (2, 14, 14), (2, 7, 7)), nn.Linear(1176, 32)])
+@pytest.mark.parametrize(
+    "proj", [nn.Conv3d(3, 32, (2, 14, 14), (2, 7, 7)), nn.Conv3d(3, 32, 2, 2, padding=1), nn.Linear(1176, 32)]
+)
 def test_another_embedding_of_patches_is_refused(proj: nn.Module) -> None:
     visual = visual_of("qwen2_5_vl", torch.float32)
     visual.patch_embed.proj = proj
-    with pytest.raises(ModelError, match="needed a plain Conv3d"):
+    with pytest.raises(ModelError, match="needed a Conv3d"):
         VisionTower(visual)
 
 
@@ -180,6 +182,12 @@ def test_layout_has_the_windows_frames_and_positions_of_transformers(grids: list
     assert np.array_equal(layout.positions, get_vision_position_ids(grid_thw, 2).numpy()[patches])
     lengths = [length for _, length in layout.windows.groups]
     assert lengths == sorted(set(lengths))
+
+
+@pytest.mark.parametrize("grid", [(1, 16, 16), (1, 20, 12), (1, 2, 2)])
+def test_rows_of_one_frame_are_not_gathered(grid: PatchGrid) -> None:
+    layout = vision_layout([grid], WINDOWED)
+    assert layout.frames.order is None and layout.windows is not None and layout.windows.order is None
 
 
 @settings(max_examples=30, deadline=None)

@@ -146,7 +146,7 @@ class Activations:
         vision = self.shape.vision
         if not self._eager:
             return self.vision(visual_tokens) // vision.depth
-        patches = ceil(visual_tokens / self.degree) * vision.spatial_merge_size**2
+        patches = visual_tokens * vision.spatial_merge_size**2
         rotating = 3 + (4 if self.dtype_bytes >= _ROTATED_BYTES else 12)
         numbers = 2 * vision.hidden_size + max(rotating * vision.hidden_size, 3 * vision.intermediate_size)
         return patches * (numbers + self._pixels) * self.dtype_bytes
@@ -171,16 +171,17 @@ class Activations:
         return (text.num_layers - 1) * self.layer(tokens, prefix=True) + ceil(tokens * last) + rotary
 
     def vision(self, visual_tokens: int) -> int:
-        """The vision tower and its mergers. Each rank holds the tower whole and encodes its share of the frames.
+        """The vision tower and its mergers. Each rank holds the tower whole and encodes its share of the frames, or
+        eager all of them.
 
         A token is m^2 patches; a block saves for each what a decoder layer does, with A = K = H and an MLP of three
         matrices, or two (Qwen3, whose norms are LayerNorms: input and output); the merger saves its normed input and
-        its activation's input and output. Eager: q, k and v stay as one projection beside the rotated q and k (6H; 7H
-        with windows, whose results are joined where they are of several lengths), the pixels of a pack are copied, each
-        merger saves its norm as well, whose input is the next block's where there is one.
+        its activation's input and output. Eager: q, k and v stay as one projection beside the rotated q and k
+        (6H; 7H where there are windows, which most grids cut to several lengths, whose results are joined), the pixels
+        of a pack are copied, each merger saves its norm as well, whose input is the next block's where there is one.
         """
         vision, qwen3 = self.shape.vision, self.shape.family == "qwen3_vl"
-        patches = ceil(visual_tokens / self.degree) * vision.spatial_merge_size**2
+        patches = (visual_tokens if self._eager else ceil(visual_tokens / self.degree)) * vision.spatial_merge_size**2
         if not self._eager:
             mlp = (2 if qwen3 else 3) * vision.intermediate_size
             block = (8 * vision.hidden_size + mlp) * self.dtype_bytes + _LSE_BYTES * vision.num_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,25 +20,31 @@ VISION_CACHE_BYTES = 1 << 30
 
 @dataclass
 class VisionCache:
-    """Features of a frozen vision tower by prompt digest and path, least recently used first, bounded in bytes."""
+    """Features of a frozen vision tower by prompt digest and path, least recently used first, bounded in bytes.
+    Thread-safe: a reference shares it, whose passes may run beside the policy's."""
 
     limit_bytes: int = VISION_CACHE_BYTES
     num_bytes: int = 0
     entries: OrderedDict[tuple[str, bool], VisionFeatures] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def get(self, key: tuple[str, bool]) -> VisionFeatures | None:
         """The cached features, now most recently used."""
-        if key in self.entries:
-            self.entries.move_to_end(key)
-        return self.entries.get(key)
+        with self._lock:
+            if key in self.entries:
+                self.entries.move_to_end(key)
+            return self.entries.get(key)
 
     def put(self, key: tuple[str, bool], features: VisionFeatures) -> None:
         """Keep `features`, dropping the least recently used ones beyond the limit."""
-        self.entries[key] = features
-        self.num_bytes += _num_bytes(features)
-        while self.num_bytes > self.limit_bytes and self.entries:
-            _, old = self.entries.popitem(last=False)
-            self.num_bytes -= _num_bytes(old)
+        with self._lock:
+            if key in self.entries:  # two threads missed it
+                self.num_bytes -= _num_bytes(self.entries.pop(key))
+            self.entries[key] = features
+            self.num_bytes += _num_bytes(features)
+            while self.num_bytes > self.limit_bytes and self.entries:
+                _, old = self.entries.popitem(last=False)
+                self.num_bytes -= _num_bytes(old)
 
 
 def _num_bytes(features: VisionFeatures) -> int:
@@ -81,8 +88,8 @@ class Policy:
         self.vision_cache = VisionCache(self.vision_cache.limit_bytes)
 
     def encode(self, specs: Sequence[PromptSpec], *, ordinary: bool = False) -> VisionFeatures | None:
-        """Vision features of `specs` in order. A frozen tower runs once per prompt digest and never under autograd.
-        ordinary: as VlmAdapter.encode."""
+        """Vision features of `specs` in order. A frozen tower runs once per prompt digest and path, never under
+        autograd. ordinary: as VlmAdapter.encode."""
         if not self.vision_frozen:
             self.encode_calls += sum(_has_media(spec) for spec in specs)
             return self.adapter.encode(specs, ordinary=ordinary)

@@ -28,15 +28,16 @@ from rollplex.models.vision_layout import Index, LearnedGrid, PatchGrid, Runs, T
 class VisionTower:
     """Runs `visual`, the tower of a Qwen2.5-VL or Qwen3-VL model; has no weights of its own.
 
-    Raises ModelError where patches overlap, or an adapter has taken the place of their embedding.
+    Raises ModelError where patches are not embedded each by itself.
     """
 
     def __init__(self, visual: Any):
         projection, side = visual.patch_embed.proj, getattr(visual, "num_grid_per_side", None)
-        if type(projection) is not nn.Conv3d or projection.kernel_size != projection.stride:
+        apart = type(projection) is nn.Conv3d and projection.kernel_size == projection.stride
+        if not apart or (projection.padding, projection.dilation, projection.groups) != ((0,) * 3, (1,) * 3, 1):
             raise ModelError(
-                f"the vision tower embeds patches with {projection}, needed a plain Conv3d whose stride is its kernel; "
-                "leave it out of model.lora.target_modules"
+                f"the vision tower embeds patches with {projection}, needed a Conv3d whose stride is its kernel, "
+                "without padding, dilation or groups: this tower needs an adapter of its own (docs/add-a-model.md)"
             )
         self._visual = visual
         self._shape = TowerShape(
@@ -100,10 +101,12 @@ class _Attention:
         self._groups = runs.groups
         self._order, self._back = _there_and_back(runs.order, device)
 
+    def ordered(self, x_NHD: torch.Tensor) -> torch.Tensor:
+        """Rows in the order of the runs."""
+        return x_NHD if self._order is None else x_NHD.index_select(0, self._order)
+
     def __call__(self, qk_NHD: torch.Tensor, v_NHD: torch.Tensor, scale: float) -> torch.Tensor:
-        """qk_NHD: queries of all heads, then keys. Returns (N, heads, D)."""
-        if self._order is not None:
-            qk_NHD, v_NHD = qk_NHD.index_select(0, self._order), v_NHD.index_select(0, self._order)
+        """Of ordered rows; qk_NHD: queries of all heads, then keys. Returns (N, heads, D) in the blocks' order."""
         rows, parts = [count * length for count, length in self._groups], []
         for (count, length), qk, values in zip(self._groups, qk_NHD.split(rows), v_NHD.split(rows), strict=True):
             q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (*qk.chunk(2, 1), values))
@@ -116,8 +119,11 @@ def _attend(module: Any, h_NC: torch.Tensor, rotation: _Rotation, attention: _At
     """What a block's attention `module` gives for its normed input."""
     heads = module.num_heads
     qkv_NHD = module.qkv(h_NC).view(h_NC.shape[0], 3 * heads, -1)
-    qk_NHD = rotation(qkv_NHD[:, : 2 * heads])
-    return module.proj(attention(qk_NHD, qkv_NHD[:, 2 * heads :], module.scaling).flatten(1))
+    qk_NHD, v_NHD = rotation(qkv_NHD[:, : 2 * heads]), qkv_NHD[:, 2 * heads :]
+    del qkv_NHD  # one by one: a pass without a graph then holds seven times its rows at most (memory/model_bytes.py)
+    qk_NHD = attention.ordered(qk_NHD)
+    v_NHD = attention.ordered(v_NHD)
+    return module.proj(attention(qk_NHD, v_NHD, module.scaling).flatten(1))
 
 
 def _norm(norm: Any, x_NC: torch.Tensor) -> torch.Tensor:

@@ -151,7 +151,8 @@ def _runs(lengths: Index) -> Runs:
 
 def _scattered_runs(run_of_row: Index, lengths: Index) -> Runs:
     """The same of runs whose rows are not together."""
-    return Runs(_groups(lengths), np.lexsort((run_of_row, lengths[run_of_row])))
+    order = np.lexsort((run_of_row, lengths[run_of_row]))
+    return Runs(_groups(lengths), None if (order == np.arange(len(order))).all() else order)
 
 
 def _groups(lengths: Index) -> tuple[tuple[int, int], ...]:

@@ -54,7 +54,8 @@ class ModelCounts:
 
     `vision_trained` off: the tower has no backward (model.freeze_vision). `eager`: as this repository runs without
     variable-length attention kernels (CPU, or a GPU without them): the tower calls attention once for each length of
-    window or frame, and decoding writes its scores out. Sequences are packed; what pads is said.
+    window or frame, and decoding writes its scores out. Whole sequences count as many launches, though transformers'
+    own modules, which run there, make more. Sequences are packed; what pads is said.
     """
 
     shape: ModelShape

@@ -83,13 +83,14 @@ class FunctionLane:
             self._closed = True
             calls, self._calls = self._calls, []
             thread, self._thread = self._thread, None
+            threads, self._threads = self._threads, []
             self._lock.notify_all()
         for call in calls:
             call.future.cancel()
             call.future.set_running_or_notify_cancel()  # else a waiter would not hear of it
         if thread is not None:
             thread.abandon()
-        return self._threads
+        return threads
 
     def started(self, call: Call, thread: _SyncThread | _LoopThread) -> bool:
         """Start the clock of a call. False: the call is no longer this thread's to run."""
