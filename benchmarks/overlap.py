@@ -66,9 +66,8 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "serial": {"schedule": {"name": "serial", "overlap": "off"}},
     "rollplex": {"schedule": {"name": "rollplex", "overlap": "on"}},
     "stream": {"schedule": {"name": "stream", "overlap": "on"}},
-    # hides nothing: its share of the bound is what the machine makes of none
-    AGAIN: {"schedule": {"name": "serial", "overlap": "off"}},
 }
+ARMS[AGAIN] = ARMS["serial"]  # hides nothing: its share of the bound is what the machine makes of none
 AUTO_ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "off": {"schedule": {"name": "rollplex", "overlap": "off"}},
     "auto": {"schedule": {"name": "rollplex", "overlap": "auto"}},

@@ -127,8 +127,7 @@ def vision_layout(grids: Sequence[PatchGrid], shape: TowerShape) -> VisionLayout
     if windows.order is not None:
         tokens, positions = tokens[windows.order[::group] // group], positions[windows.order]
         within_frames = _scattered_runs(np.repeat(np.arange(len(frames)), patches)[windows.order], patches)
-    in_place = bool((tokens == np.arange(len(tokens))).all())
-    return VisionLayout(positions, within_frames, Runs(windows.groups), None if in_place else tokens)
+    return VisionLayout(positions, within_frames, Runs(windows.groups), _unless_in_place(tokens))
 
 
 def _together(parts: Sequence[LearnedPositions | None]) -> LearnedPositions | None:
@@ -140,8 +139,8 @@ def _together(parts: Sequence[LearnedPositions | None]) -> LearnedPositions | No
 
 def _runs(lengths: Index) -> Runs:
     """Of runs one after the other: equal ones next to each other, the shortest first, else in the order they have."""
-    order = np.argsort(lengths, kind="stable")
-    if (order == np.arange(len(order))).all():
+    order = _unless_in_place(np.argsort(lengths, kind="stable"))
+    if order is None:
         return Runs(_groups(lengths))
     # A run's rows stay together: each row's place among its run's, from where the run began.
     starts, ordered = (np.cumsum(lengths) - lengths)[order], lengths[order]
@@ -151,8 +150,12 @@ def _runs(lengths: Index) -> Runs:
 
 def _scattered_runs(run_of_row: Index, lengths: Index) -> Runs:
     """The same of runs whose rows are not together."""
-    order = np.lexsort((run_of_row, lengths[run_of_row]))
-    return Runs(_groups(lengths), None if (order == np.arange(len(order))).all() else order)
+    return Runs(_groups(lengths), _unless_in_place(np.lexsort((run_of_row, lengths[run_of_row]))))
+
+
+def _unless_in_place(order: Index) -> Index | None:
+    """None for an order that moves nothing: nobody then gathers by it."""
+    return None if (order == np.arange(len(order))).all() else order
 
 
 def _groups(lengths: Index) -> tuple[tuple[int, int], ...]:

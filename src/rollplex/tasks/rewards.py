@@ -27,8 +27,8 @@ from rollplex.types import Example, Group
 logger = logging.getLogger(__name__)
 
 OWN_KEYWORDS = ("prompts", "completions", "images", "videos", "trainer_state", "log_extra", "log_metric")
-_JOIN_S = 2.0  # for threads to end their calls at close
 UNSEEN_COLUMNS = ("prompt", "completion", "completion_ids")  # TRL does not pass these on
+_JOIN_S = 2.0  # for threads to end their calls at close
 
 
 @dataclass(frozen=True, slots=True)
