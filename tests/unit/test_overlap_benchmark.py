@@ -1,11 +1,12 @@
-"""The shares of a bound that benchmarks/overlap.py states: by steps, with an interval that noise widens."""
+"""The shares of a bound that benchmarks/overlap_shares.py states: by steps, with an interval that noise widens."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from overlap import alone_seconds, share_of_bound
+from overlap import Arm, paired
+from overlap_shares import Step, alone_seconds, share_of_bound, slowness
 from rollplex.trace import Span
 
 
@@ -34,3 +35,19 @@ def test_what_both_arms_did_alone_is_matched_by_phase_and_unit() -> None:
     spans = [span("prefill", "main", 0.5, 4), span("prefill", "main", 0.25, 5), span("ref_prefix", "window", 1.0, 4)]
     spans += [span("decode", "decode", 2.0, 4), span("optimizer", "main", 0.125, None)]
     assert alone_seconds(spans) == {("prefill", 4): 0.5, ("prefill", 5): 0.25, ("optimizer", None): 0.125}
+
+
+def test_steps_are_compared_by_round_and_rounds_that_one_arm_lacks_are_left_out() -> None:
+    one, other = Arm("one"), Arm("other")
+    one.steps = {number: Step(float(number), 0.0, 0.0, ()) for number in (2, 0, 1)}
+    other.steps = {number: Step(number + 0.5, 0.0, 0.0, ()) for number in (1, 2, 3)}
+    assert [(a.seconds, b.seconds) for a, b in paired(one, other)] == [(1.0, 1.5), (2.0, 2.5)]
+
+
+def test_slowness_compares_medians_of_the_same_steps_and_leaves_out_what_ran_beside_decoding() -> None:
+    def step(alone_s: float) -> Step:
+        return Step(
+            0.0, 0.0, 0.0, (Span("prefill", "main", 0.0, alone_s, 1), Span("ref_prefix", "window", 0.0, 1.0, 1))
+        )
+
+    assert slowness([(step(1.0), step(1.5)), (step(2.0), step(3.0)), (step(4.0), step(9.0))]) == {"prefill": 1.5}
