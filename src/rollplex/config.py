@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from rollplex.config_algorithm import AlgorithmConfig, CorrectionMode
 from rollplex.config_devices import MemoryConfig
 from rollplex.config_parallel import ParallelConfig
 from rollplex.config_rollout import RolloutConfig, VllmConfig
@@ -24,7 +25,7 @@ class LoraConfig(Section):
     lora_alpha: int = Field(16, ge=1, description="Scale numerator: updates are multiplied by lora_alpha / r.")
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        description="Names of the language model's linear layers that get an adapter.",
+        description="Names of the language model's linear layers that get an adapter; visual.NAME: the tower's.",
     )
 
 
@@ -82,7 +83,11 @@ class DataConfig(Section):
         "counting",
         description="counting | colour_shape | motion | mixed | easy_vqa | files, or 'module:Name' of a Task.",
     )
-    path: str | None = Field(None, description="For task=files: JSONL, parquet, a saved datasets folder, or a hub id.")
+    path: str | None = Field(
+        None,
+        description="For task=files: JSONL, parquet, a saved datasets folder, or a hub id. '{split}' in a file's name "
+        "stands for data.split or data.eval_split.",
+    )
     split: str = Field("train", description="Split to train on.")
     eval_split: str | None = Field(None, description="Split for evaluation; absent: none.")
     num_rows: int | None = Field(
@@ -100,10 +105,14 @@ class DataConfig(Section):
         "error", description="A prompt over the limit: stop, or drop the row and count it. Never cut."
     )
     min_pixels: int | None = Field(
-        None, ge=1, description="Smallest image area the processor scales to; absent: the processor's own."
+        None,
+        ge=1,
+        description="Smallest area of an image or video frame the processor scales to; absent: the processor's own.",
     )
     max_pixels: int | None = Field(
-        None, ge=1, description="Largest image area the processor scales to; absent: the processor's own."
+        None,
+        ge=1,
+        description="Largest area of an image or video frame the processor scales to; absent: the processor's own.",
     )
     video_fps: float = Field(2.0, gt=0, description="Frames per second sampled from video files.")
     max_frames: int = Field(64, ge=2, description="Most frames sampled from one video.")
@@ -123,50 +132,6 @@ class RewardConfig(Section):
     timeout_s: float = Field(60.0, gt=0, description="Deadline of one call of one reward function on one group.")
     on_timeout: Literal["error", "none"] = Field(
         "error", description="A call over its deadline: stop, or mark its rewards None and count them."
-    )
-
-
-class AlgorithmConfig(Section):
-    """Advantages, loss, KL and mismatch correction."""
-
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "reinforce_pp"] = Field(
-        "dapo",
-        description="Policy loss. gspo is grpo with importance_sampling_level=sequence; rloo and reinforce_pp also set "
-        "the advantage.",
-    )
-    beta: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0: no reference model.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Per-token KL estimator.")
-    kl_in_reward: bool = Field(
-        False, description="Subtract beta times the response's KL from its reward instead of adding it to the loss."
-    )
-    epsilon: float = Field(0.2, ge=0, description="Lower clip of the probability ratio.")
-    epsilon_high: float | None = Field(None, ge=0, description="Upper clip; absent: epsilon.")
-    delta: float | None = Field(
-        None, gt=0, description="Upper bound of the unclipped branch (two-sided clipping); absent: none."
-    )
-    importance_sampling_level: Literal["token", "sequence"] = Field(
-        "token", description="Ratio per token or per sequence."
-    )
-    scale_rewards: Literal["group", "batch", "none"] = Field(
-        "group", description="Standard deviation that divides advantages."
-    )
-    num_iterations: int = Field(1, ge=1, description="Epochs over one rollout.")
-    steps_per_generation: int = Field(
-        1, ge=1, description="Optimizer steps per epoch over one rollout; divides prompts_per_step."
-    )
-    mask_truncated_completions: bool = Field(
-        False, description="Leave responses cut at max_completion_length out of the loss."
-    )
-    mismatch_correction: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
-        "off", description="Correct for rollout log-probs that differ from the trainer's."
-    )
-    mismatch_clip_max: float = Field(3.0, gt=0, description="Ratio above which the correction truncates or masks.")
-    dynamic_sampling: Literal["off", "resample"] = Field(
-        "off", description="Replace groups whose rewards are all equal by new prompts."
-    )
-    dynamic_sampling_max_rounds: int = Field(4, ge=1, description="Most extra rollouts of one step.")
-    dynamic_sampling_exhausted: Literal["train", "skip", "stop"] = Field(
-        "train", description="After the last round: train on what there is, skip the step, or stop."
     )
 
 
@@ -191,7 +156,12 @@ class TrainConfig(Section):
         ge=1,
         description="Token budget of one forward/backward; a single longer sequence still runs alone. More on a GPU.",
     )
-    max_steps: int = Field(100, ge=0, description="Rollouts to train on.")
+    max_steps: int = Field(
+        100,
+        ge=0,
+        description="Rollouts to train on, each of algorithm.num_iterations x steps_per_generation optimizer steps, "
+        "which TRL counts.",
+    )
     learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate of AdamW.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Shape of the schedule after warm-up."
@@ -247,7 +217,7 @@ class RunConfig(Section):
         "auto", description="Where the model lives; auto: the GPU when torch sees one, else the CPU."
     )
     num_threads: int | None = Field(None, ge=1, description="Torch threads; absent: all cores.")
-    save_steps: int = Field(0, ge=0, description="Checkpoint every so many steps; 0: only at the end.")
+    save_steps: int = Field(0, ge=0, description="Checkpoint every so many rollouts; 0: only at the end.")
     save_total_limit: int | None = Field(None, ge=1, description="Keep the newest checkpoints only.")
     resume_from_checkpoint: str | None = Field(
         None, description="A checkpoint folder, or 'auto' for the newest complete one in output_dir."
@@ -288,13 +258,21 @@ class Config(Section):
     )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Training in several processes.")
     memory: MemoryConfig = Field(
-        default_factory=MemoryConfig, description="What the memory plan of `rollplex plan` assumes and keeps to."
+        default_factory=MemoryConfig,
+        description="What memory plans assume and keep to: `rollplex plan`'s, and a run's own under cap_gib.",
     )
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="Supervised stage before RL.")
 
+    @property
+    def mismatch_correction(self) -> CorrectionMode:
+        """algorithm.mismatch_correction, or what it is when absent: TRL's for vLLM."""
+        chosen = self.algorithm.mismatch_correction
+        return chosen or ("sequence_mask" if self.rollout.engine == "vllm" else "off")
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        """Raises ValueError with one line for each combination that cannot work, or in which an option does nothing."""
+        """Raises ValueError with one line for each combination that cannot work, and for likely ones in which an
+        option would silently do nothing."""
         problems = [
             *_sampling_problems(self),
             *_loss_problems(self),
@@ -350,6 +328,11 @@ def _loss_problems(config: Config) -> list[str]:
             "algorithm.scale_rewards none does nothing with algorithm.loss_type reinforce_pp, which divides by the "
             "deviation of the batch"
         )
+    if loss == "rloo" and algorithm.importance_sampling_level == "sequence":
+        problems.append(
+            "algorithm.importance_sampling_level sequence does nothing with algorithm.loss_type rloo, whose ratio is "
+            "that of the whole response"
+        )
     if algorithm.kl_in_reward and algorithm.beta == 0:
         problems.append("algorithm.kl_in_reward on does nothing with algorithm.beta 0; needed beta above 0")
     return problems
@@ -375,6 +358,14 @@ def _schedule_problems(config: Config) -> list[str]:
 def _data_problems(config: Config) -> list[str]:
     data, rewards = config.data, config.rewards
     problems = []
+    built_in = ":" not in data.task
+    if data.path is not None and built_in and data.task != "files":
+        problems.append(
+            f"data.path {data.path!r} does nothing with data.task {data.task}, whose rows are its own; set "
+            "data.task=files to train on it, or leave it out"
+        )
+    if data.num_images != 1 and built_in and data.task != "counting":
+        problems.append(f"data.num_images {data.num_images} does nothing with data.task {data.task}; leave it out")
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         problems.append(f"data.min_pixels {data.min_pixels} is above data.max_pixels {data.max_pixels}")
     if data.overlong == "drop" and data.max_prompt_tokens is None:

@@ -14,10 +14,14 @@ from rollplex.config_section import Section
 
 
 class MemoryConfig(Section):
-    """What `rollplex plan` assumes about the devices, and the cap that its memory plan keeps to."""
+    """What `rollplex plan` assumes about the devices, and the cap that memory plans keep to."""
 
     cap_gib: float | None = Field(
-        None, gt=0, description="Device memory that a plan may use, in GiB; absent: only what would be held is counted."
+        None,
+        gt=0,
+        description="Device memory that a plan may use, in GiB; absent: only what would be held is counted. `rollplex "
+        "train` carries its plan out: what it holds elsewhere or computes again follows from it (one process; needs "
+        "data.max_prompt_tokens).",
     )
     devices: int = Field(1, ge=1, description="Devices of the whole job; a multiple of both degrees of sharing.")
     sequence_parallel: bool = Field(

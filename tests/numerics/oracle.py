@@ -29,6 +29,7 @@ class Settings:
     temperature: float = 1.0
     epsilon: float = 0.2
     beta: float = 0.0
+    kl_by_ratio: bool = True
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = 1e-8
@@ -76,9 +77,9 @@ def loss_gradient(
     ref: Sequence[Sequence[torch.Tensor]] | None,
     tokens_per_step: float,
 ) -> dict[str, torch.Tensor]:
-    """Gradient of the sum over tokens of -min(r A, clip(r) A) + beta (exp(d) - d - 1), divided by tokens_per_step.
+    """Gradient of the sum over tokens of -min(r A, clip(r) A) + beta r (exp(d) - d - 1), divided by tokens_per_step.
 
-    d = ref - logp, r = exp(logp - old).
+    d = ref - logp, r = exp(logp - old); the second r only with `kl_by_ratio`.
     """
     total: dict[str, torch.Tensor] = {}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -90,7 +91,7 @@ def loss_gradient(
             loss = -torch.minimum(ratio * advantage, clipped * advantage)
             if ref is not None:
                 d = ref[number][index] - logp
-                loss = loss + settings.beta * (torch.exp(d) - d - 1)
+                loss = loss + settings.beta * (torch.exp(d) - d - 1) * (ratio if settings.kl_by_ratio else 1)
             grads = torch.autograd.grad(loss.sum() / tokens_per_step, list(trainable.values()), allow_unused=True)
             for name, grad in zip(trainable, grads, strict=True):
                 if grad is not None:

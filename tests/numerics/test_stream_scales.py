@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollplex.config import AlgorithmConfig
+from rollplex.config_algorithm import AlgorithmConfig
 from rollplex.schedule.stream import SCALES, Scale
 from rollplex.train.loss import LossBatch, LossSettings, LossTotals, policy_loss
 

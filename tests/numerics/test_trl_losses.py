@@ -19,7 +19,8 @@ trl = pytest.importorskip("trl")
 
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
-from rollplex.config import AlgorithmConfig, RewardConfig  # noqa: E402
+from rollplex.config import RewardConfig  # noqa: E402
+from rollplex.config_algorithm import AlgorithmConfig  # noqa: E402
 from rollplex.tasks.rewards import RewardRunner, TrainerState  # noqa: E402
 from rollplex.train.advantage import compute_advantages, estimator_of, reward_metrics  # noqa: E402
 from rollplex.train.correction import mismatch_correction  # noqa: E402
@@ -58,7 +59,7 @@ def trl_object(cls: type, **attributes: Any) -> Any:
     """An uninitialised TRL trainer with the defaults of its configuration for what these tests leave open."""
     trainer = object.__new__(cls)
     args = dict(
-        use_bias_correction_kl=False, delta=None, steps_per_generation=1, gradient_accumulation_steps=1,
+        use_bias_correction_kl=True, delta=None, steps_per_generation=1, gradient_accumulation_steps=1,
         per_device_train_batch_size=4, gradient_checkpointing_kwargs=None, report_to=[],
     )  # fmt: skip
     args |= attributes.pop("args", {})
@@ -148,7 +149,7 @@ def ours(
 
 def trl_trainer(config: AlgorithmConfig, logp: torch.Tensor, entropy: torch.Tensor, **more: Any) -> Any:
     """A trainer whose forward pass answers `logp` and `entropy`."""
-    args = {"delta": config.delta, **more.pop("args", {})}
+    args = {"delta": config.delta, "use_bias_correction_kl": config.use_bias_correction_kl, **more.pop("args", {})}
     return trl_object(
         GRPOTrainer,
         loss_type="grpo" if config.loss_type == "gspo" else config.loss_type,
@@ -230,6 +231,21 @@ def test_on_policy_without_old_logps(loss_type: str) -> None:
     inputs = data.inputs()
     del inputs["old_per_token_logps"]
     assert_equal(data, ours(data, config, old=False), theirs(data, config, inputs))
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_kl_without_the_ratio(loss_type: str, old: bool) -> None:
+    """use_bias_correction_kl off, off-policy and strictly on-policy, where the ratio is 1 and yet has a gradient."""
+    data, config = SHAPES["left_out_rows"], algorithm(loss_type, beta=0.04, use_bias_correction_kl=False)
+    inputs = data.inputs()
+    if not old:
+        del inputs["old_per_token_logps"]
+    mine = ours(data, config, old=old)
+    assert_equal(data, mine, theirs(data, config, inputs))
+    weighted = ours(data, algorithm(loss_type, beta=0.04), old=old)
+    assert (mine[1] - weighted[1]).abs().max() > 1e-4
+    assert old or mine[0] == weighted[0]
 
 
 def test_token_level_metrics_with_left_out_rows() -> None:

@@ -183,6 +183,12 @@ def test_every_mistake_is_listed(recipe: Path) -> None:
         (["loss_type=rloo", "scale_rewards=batch"], ["scale_rewards batch does nothing"]),
         (["loss_type=reinforce_pp", "scale_rewards=none"], ["scale_rewards none does nothing"]),
         (["kl_in_reward=on"], ["kl_in_reward on does nothing with algorithm.beta 0"]),
+        (["loss_type=rloo", "importance_sampling_level=sequence"], ["importance_sampling_level sequence does nothing"]),
+        (
+            ["data.path=rows.jsonl"],
+            ["data.path 'rows.jsonl' does nothing with data.task counting", "set data.task=files"],
+        ),
+        (["data.task=motion", "num_images=2"], ["data.num_images 2 does nothing with data.task motion"]),
         (["min_pixels=900", "max_pixels=100"], ["data.min_pixels 900 is above data.max_pixels 100"]),
         (["overlong=drop"], ["does nothing without data.max_prompt_tokens"]),
         (["eval_steps=5"], ["run.eval_steps 5 does nothing without data.eval_split"]),
@@ -207,6 +213,8 @@ def test_refused_combination(recipe: Path, overrides: list[str], parts: list[str
         ["loss_type=rloo"],
         ["loss_type=rloo", "scale_rewards=none"],
         ["kl_in_reward=on", "beta=0.1"],
+        ["data.task=files", "data.path=rows.jsonl"],
+        ["data.task=my.module:Task", "data.path=anything", "num_images=3"],  # its own affair
         ["overlong=drop", "max_prompt_tokens=100"],
         ["eval_steps=5", "eval_split=test"],
         ["trace_steps=[1, 9]", "max_steps=9"],

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollplex.train.correction import Correction, CorrectionMode, merge_stats, mismatch_correction
+from rollplex.config_algorithm import CorrectionMode
+from rollplex.train.correction import Correction, merge_stats, mismatch_correction
 
 MODES: tuple[CorrectionMode, ...] = get_args(CorrectionMode)
 

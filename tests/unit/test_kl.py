@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollplex.train.kl import KlEstimator, response_kl, token_kl
+from rollplex.train.kl import KlEstimator, response_kl, token_kl, unbiased
 
 logps = st.floats(-20.0, 0.0)
 
@@ -42,6 +42,20 @@ def test_expectations_under_the_policy_are_those_of_the_kl() -> None:
     # ... while k1 in the loss has no gradient on average: it is meant for the reward.
     (of_k1,) = torch.autograd.grad((probs * token_kl(policy, reference, "k1")).sum(), scores)
     assert of_k1.abs().max() < 1e-14 < wanted.abs().max()
+
+
+@pytest.mark.parametrize("estimator", get_args(KlEstimator))
+def test_weighed_by_the_ratio_every_estimator_has_the_gradient_of_the_kl(estimator: KlEstimator) -> None:
+    """Whoever sampled: means under the old policy, by its probabilities."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(50, generator=generator, dtype=torch.float64, requires_grad=True)
+    policy = scores.log_softmax(0)
+    reference, other = torch.randn(2, 50, generator=generator, dtype=torch.float64).log_softmax(1)
+    (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), scores, retain_graph=True)
+    for old in (policy.detach(), other):
+        weighed = unbiased(token_kl(policy, reference, estimator), (policy - old).exp(), estimator)
+        (found,) = torch.autograd.grad((old.exp() * weighed).sum(), scores, retain_graph=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_k3_keeps_its_digits_near_zero_in_float32() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollplex.config import AlgorithmConfig
+from rollplex.config_algorithm import AlgorithmConfig
 from rollplex.errors import ConfigError
 from rollplex.train.loss import LossBatch, LossSettings, LossTotals, policy_loss
 from rollplex.train.metric_sums import MetricSums, merge_metrics
@@ -77,18 +77,22 @@ responses = st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 
     level=st.sampled_from(["token", "sequence"]),
     delta=st.sampled_from([None, 1.4]),
     beta=st.sampled_from([0.0, 0.04]),
+    by_ratio=st.booleans(),
     estimator=st.sampled_from(["k1", "k2", "k3"]),
     weights=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_micro_batch_shares_add_up_for_any_partition(
-    *, rows: list[tuple[int, bool, int]], loss_type: str, level: str, delta: float | None, beta: float, estimator: str,
-    weights: bool, seed: int,
+    *, rows: list[tuple[int, bool, int]], loss_type: str, level: str, delta: float | None, beta: float, by_ratio: bool,
+    estimator: str,    weights: bool, seed: int,
 ) -> None:  # fmt: skip
     """Loss, gradient and every metric of the sum of shares equal those of the whole step."""
     lengths, counts, owner = [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows]
     batch = random_batch(lengths, counts, seed, weights)
-    how = settings_of(loss_type, importance_sampling_level=level, delta=delta, beta=beta, kl_estimator=estimator)
+    how = settings_of(
+        loss_type, importance_sampling_level=level, delta=delta, beta=beta, use_bias_correction_kl=by_ratio,
+        kl_estimator=estimator,
+    )  # fmt: skip
     totals = LossTotals.of_step(lengths, counts, rollout_tokens=40, steps_per_generation=2)
     whole_loss, whole_grad, whole_metrics = loss_and_grad(batch, totals, how)
     grad, total, parts = torch.zeros_like(whole_grad), 0.0, []
@@ -193,7 +197,8 @@ def test_kl_term_is_beta_times_the_same_reduction_and_logged_without_beta_in_los
     batch = random_batch(lengths, [True, True])
     totals = LossTotals.of_step(lengths, [True, True])
     for loss_type in LOSSES:
-        with_kl = loss_and_grad(batch, totals, settings_of(loss_type, beta=0.5, kl_estimator="k1"))
+        alone = {"beta": 0.5, "kl_estimator": "k1", "use_bias_correction_kl": False}
+        with_kl = loss_and_grad(batch, totals, settings_of(loss_type, **alone))
         in_reward = loss_and_grad(batch, totals, settings_of(loss_type, beta=0.5, kl_estimator="k1", kl_in_reward=True))
         without = loss_and_grad(batch, totals, settings_of(loss_type))
         assert in_reward[0] == without[0] and torch.equal(in_reward[1], without[1])

@@ -64,6 +64,10 @@ class SharedScores:
         """Whether all ranks have been told."""
         return self._outcome is not None
 
+    def failed(self) -> bool:
+        """Whether all ranks have been told of an error."""
+        return isinstance(self._outcome, RollplexError)
+
     def notify(self, listener: Callable[[], None]) -> None:
         """Call `listener` when all ranks have been told (now, if they have already)."""
         if self.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollplex.config import AlgorithmConfig
+from rollplex.config_algorithm import AlgorithmConfig
 from rollplex.parallel.team import Team
 from rollplex.runtime.collect import RawGroup, Slot
 from rollplex.tasks.rewards import GroupScores

@@ -35,7 +35,7 @@ _JOIN_S = 2.0  # for threads to end their calls at close
 class TrainerState:
     """What reward functions see as `trainer_state`."""
 
-    global_step: int  # optimizer steps done
+    global_step: int  # rollouts done
     max_steps: int
 
 
@@ -125,10 +125,12 @@ class PendingScores:
 
     def done(self) -> bool:
         """Whether `result` would return (or raise) without waiting."""
-        futures = [call.future for _, call, _ in self.calls]
-        if self.raise_on_timeout and any(f.done() and (f.cancelled() or f.exception(timeout=0)) for f in futures):
-            return True
-        return all(future.done() for future in futures)
+        return self.failed() or all(call.future.done() for _, call, _ in self.calls)
+
+    def failed(self) -> bool:
+        """Whether `result` would raise without waiting, though functions may still run."""
+        ended = [call.future for _, call, _ in self.calls if call.future.done()]
+        return self.raise_on_timeout and any(f.cancelled() or f.exception(timeout=0) is not None for f in ended)
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Call `listener`, from whatever thread, each time that a function has answered (now, if it has already)."""

@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-CorrectionMode = Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+from rollplex.config_algorithm import CorrectionMode
 
 
 @dataclass(frozen=True, slots=True)

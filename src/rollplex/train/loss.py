@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from rollplex.config import AlgorithmConfig
+from rollplex.config_algorithm import AlgorithmConfig
 from rollplex.errors import ConfigError
 from rollplex.schedule.stream import SCALES, Scale
-from rollplex.train.kl import KlEstimator, token_kl
+from rollplex.train.kl import KlEstimator, token_kl, unbiased
 from rollplex.train.metric_sums import MetricSums
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "rloo", "reinforce_pp"]
@@ -32,6 +32,7 @@ class LossSettings:
     delta: float | None
     level: Literal["token", "sequence"]  # of the probability ratio; rloo always uses the whole response's
     beta: float  # of the KL term in the loss; 0 when the KL goes into the reward
+    kl_by_ratio: bool  # the KL term is multiplied by the probability ratio
     kl_estimator: KlEstimator
     max_completion_length: int  # dr_grpo divides by it
 
@@ -55,6 +56,7 @@ class LossSettings:
             delta=algorithm.delta,
             level="sequence" if name == "gspo" else algorithm.importance_sampling_level,
             beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
+            kl_by_ratio=algorithm.use_bias_correction_kl,
             kl_estimator=algorithm.kl_estimator,
             max_completion_length=max_completion_length,
         )
@@ -148,6 +150,8 @@ def policy_loss(batch: LossBatch, totals: LossTotals, settings: LossSettings) ->
         ref_logp_T = torch.where(mask_T, batch.ref_logp_T, batch.logp_T.detach())
         kl_T = torch.where(mask_T, token_kl(batch.logp_T, ref_logp_T, settings.kl_estimator), 0.0)
         if settings.beta != 0.0:
+            if settings.kl_by_ratio:
+                kl_T = unbiased(kl_T, ratio.per_token(batch), settings.kl_estimator)
             loss = policy + settings.beta * (scale_T * kl_T).sum()
     with torch.no_grad():
         metrics = _metrics(

@@ -64,6 +64,7 @@ class Updater:
         """data: replicas that learn from the other groups of each step; None: all groups are here."""
         self.policy, self.optimizer, self.reference, self._data = policy, optimizer, reference, data
         self.algorithm, self.train = config.algorithm, config.train
+        self.correction = config.mismatch_correction
         self.temperature = config.rollout.temperature
         self.settings = LossSettings.from_config(config.algorithm, config.rollout.max_completion_length)
 
@@ -237,7 +238,7 @@ class Updater:
             torch.tensor(sampled, dtype=dtype, device=device),
             row_T,
             counts_N,
-            mode=self.algorithm.mismatch_correction,
+            mode=self.correction,
             clip_max=self.algorithm.mismatch_clip_max,
         )
         batch = LossBatch(
