@@ -337,6 +337,37 @@ def test_trackio_receives_each_step(tmp_path, monkeypatch):
     assert any(path.is_file() for path in (tmp_path / "trackio").rglob("*"))
 
 
+FAILING_TRACKER = """
+taken = []
+def init(**options): pass
+def log(metrics, step):
+    if step in (2, 3, 5):
+        raise ConnectionError("quota")
+    taken.append(step)
+def finish(): raise TimeoutError("no answer")
+"""
+
+
+def test_a_tracker_that_fails_while_the_run_goes_on_is_warned_about_once_per_outage(tmp_path, monkeypatch, caplog):
+    """A package of its name that behaves as a service out of reach: later steps are tried, others are not held up."""
+    pytest.importorskip("tensorboard")
+    (tmp_path / "trackio.py").write_text(FAILING_TRACKER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    trackers = Trackers(_config(tmp_path / "run", report_to=["tensorboard", "trackio"]))
+    for step in range(1, 7):
+        trackers.log(StepReport(step, {"reward": 0.5}))
+    assert sys.modules["trackio"].taken == [1, 4, 6]
+    trackers.close()
+    monkeypatch.delitem(sys.modules, "trackio")
+    assert [record.getMessage().split("; ")[0] for record in caplog.records] == [
+        "tracker trackio (run.report_to) did not take the metrics of step 2: ConnectionError: quota",
+        "tracker trackio (run.report_to) did not take the metrics of step 5: ConnectionError: quota",
+        "tracker trackio (run.report_to) could not be closed, and may lack the newest steps: TimeoutError: no answer",
+    ]
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
 def _ledger(planned_bytes: int) -> Ledger:
     return Ledger((Entry("decode", planned_bytes, None),), planned_bytes, 5, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 from rollplex.config import Config
 from rollplex.errors import ConfigError
 from rollplex.types import StepReport
+
+logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
@@ -24,29 +27,53 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of `run.report_to`. `metrics.jsonl` is written without them."""
+    """All trackers of `run.report_to`. `metrics.jsonl` is written without them, so that one that fails while the run
+    goes on (a network, a full quota) costs its own curves and not the run: it is warned about and tried again."""
 
     def __init__(self, config: Config, *, resume_step: int | None = None):
-        """Open them, going on after `resume_step`. Raises ConfigError for one whose package is missing."""
-        self._open: list[Tracker] = []
+        """Open them, going on after `resume_step`. Raises ConfigError for one whose package is missing, and what one
+        raises that cannot be opened."""
+        self._open: dict[str, Tracker] = {}
+        self._failing: set[str] = set()  # since their newest success
         for name in config.run.report_to:  # all first, so that a missing one leaves none open
             _require(name)
         try:
             for name in config.run.report_to:
-                self._open.append(_OPENERS[name](config, resume_step or 0))
+                self._open[name] = _OPENERS[name](config, resume_step or 0)
         except BaseException:
             self.close()
             raise
 
     def log(self, report: StepReport) -> None:
         """Send one step's metrics to each."""
-        for tracker in self._open:
-            tracker.log(report.step, report.metrics)
+        for name, tracker in self._open.items():
+            try:
+                tracker.log(report.step, report.metrics)
+            except Exception as error:  # noqa: BLE001 - a service's client may raise anything
+                if name not in self._failing:  # once per outage
+                    _warn(name, f"did not take the metrics of step {report.step}", error)
+                self._failing.add(name)
+            else:
+                self._failing.discard(name)
 
     def close(self) -> None:
         """Close each, in reverse order of opening."""
         while self._open:
-            self._open.pop().close()
+            name, tracker = self._open.popitem()
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 - as in log
+                _warn(name, "could not be closed, and may lack the newest steps", error)
+
+
+def _warn(name: str, what: str, error: Exception) -> None:
+    logger.warning(
+        "tracker %s (run.report_to) %s: %s: %s; the run goes on, and metrics.jsonl in its folder has every step",
+        name,
+        what,
+        type(error).__name__,
+        error,
+    )
 
 
 class _Tensorboard:
