@@ -53,13 +53,36 @@ def test_one_look_is_enough_to_change_its_mind() -> None:
     opened, messages = _run(control, turn + LOOK_AGAIN, lambda s, o: _gains(s, o) if s < turn else _loses(s, o))
     assert [message.split(":")[0] for message in messages] == ["overlap on", "overlap off"]
     assert opened[turn - 1] is True
-    assert not any(opened[turn + 2 * PROBES :])
+    look = 1 + 2 * PROBES  # looks begin at every LOOK_AGAIN-th step after the first
+    assert not any(opened[turn + look :])
 
 
 def test_a_window_that_gains_nothing_stays_closed() -> None:
     control = OverlapControl("auto")
     opened, _ = _run(control, 2 * LOOK_AGAIN, lambda _s, _o: (1.0, 0.0, 0.0))
     assert control.chosen is False and sum(opened) <= 2 * PROBES + 1
+
+
+def test_a_drift_of_all_steps_and_a_busy_moment_between_looks_do_not_move_it() -> None:
+    """Costs that rise by a percent a step, and three steps that take thrice as long: open stays 4 % faster."""
+    control = OverlapControl("auto")
+
+    def drifting(step: int, is_open: bool) -> tuple[float, float, float]:
+        pace = 1.01**step * (3.0 if 20 <= step < 23 else 1.0)
+        return (1.92 * pace, 0.0, 0.5) if is_open else (1.0 * pace, 1.0 * pace, 0.0)
+
+    opened, messages = _run(control, 3 * LOOK_AGAIN, drifting)
+    assert len(messages) == 1 and "faster" in messages[0]
+    assert opened.count(False) == 3 * PROBES
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=200, max_size=200))
+def test_a_decision_lasts_until_the_next_look(noise: list[float]) -> None:
+    control = OverlapControl("auto")
+    opened, messages = _run(control, 200, lambda s, o: (noise[s], 1.0 - 0.5 * o, 0.5 * o))
+    decided = [opened[1 + LOOK_AGAIN * n + 2 * PROBES : 1 + LOOK_AGAIN * (n + 1)] for n in range(4)]
+    assert all(len(set(steps)) == 1 for steps in decided)
+    assert len(messages) <= 4
 
 
 def test_longer_responses_do_not_count_as_slower() -> None:

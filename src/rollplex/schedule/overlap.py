@@ -7,16 +7,14 @@ open and closed (schedule `rollplex`), so a run's bits do not depend on its timi
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
 Mode = Literal["off", "on", "auto"]
 
-PROBES = 3  # steps with the window open, and as many with it closed, before the first decision
-KEPT = 5  # newest samples per side that a decision looks at: those of one look are most of them
-LOOK_AGAIN = 50  # steps after which the other side is tried for PROBES steps once more
+PROBES = 3  # steps of each side in a look
+LOOK_AGAIN = 50  # steps from the begin of one look to that of the next
 MARGIN = 0.01  # share by which open must be faster: a window that gains nothing costs memory
 
 
@@ -40,40 +38,43 @@ class StepSample:
 class OverlapControl:
     """Opens or closes the window for the next step (`window_open`) from what the steps before took (`record`).
 
-    mode auto: alternates until both sides have PROBES samples (the first step, which also warms up caches, is not one),
-    then takes the faster side by medians, and tries the other one for PROBES steps every LOOK_AGAIN steps.
+    mode auto: looks, then keeps the side that the look found faster until the next one. A look is PROBES steps with the
+    window open and PROBES with it closed, by turns: what drifts meanwhile (lengths of responses, the machine) meets
+    both sides alike, as it would not if new steps of one side were held against old ones of the other. The first step,
+    which warms up caches, is in no look.
 
     Example: OverlapControl("off").window_open is False
     """
 
     mode: Mode
     reason_closed: str | None = None  # why the window cannot be opened at all; None: it can
-    steps: int = 0
     chosen: bool | None = None  # by the last decision
-    _samples: dict[bool, deque[StepSample]] = field(
-        default_factory=lambda: {True: deque(maxlen=KEPT), False: deque(maxlen=KEPT)}
-    )
+    _since: int = -1  # steps since the present look began; -1: the first step of all
+    _look: list[StepSample] = field(default_factory=list)  # the present one's so far
+    _seen: list[StepSample] = field(default_factory=list)  # of the last whole look
 
     @property
     def window_open(self) -> bool:
         """Whether passes may run beside decoding in the next step."""
         if self.reason_closed is not None or self.mode == "off":
             return False
-        if self.mode == "on":
+        if self.mode == "on" or self._since < 0:
             return True
-        if self.chosen is None:
-            return len(self._samples[True]) <= len(self._samples[False])
-        return self.chosen != (self.steps % LOOK_AGAIN < PROBES)
+        return self._since % 2 == 0 if self._since < 2 * PROBES else bool(self.chosen)
 
     def record(self, sample: StepSample) -> str | None:
         """Take in a finished step; a sentence for the log when it changed the decision."""
-        self.steps += 1
-        if self.steps == 1 and self.mode == "auto":
+        if self.mode != "auto" or self.reason_closed is not None:
             return None
-        self._samples[sample.open].append(sample)
-        if self.mode != "auto" or self.reason_closed is not None or not self._probed():
+        self._since += 1
+        if 0 < self._since <= 2 * PROBES:
+            self._look.append(sample)
+        if self._since == LOOK_AGAIN:
+            self._since = 0
+        if len(self._look) < 2 * PROBES:
             return None
-        before, self.chosen = self.chosen, self._open_is_faster()
+        self._seen, self._look = self._look, []
+        before, self.chosen = self.chosen, self._cost(True) < (1 - MARGIN) * self._cost(False)
         return None if self.chosen == before else self._sentence()
 
     def metrics(self, sample: StepSample) -> dict[str, float]:
@@ -89,24 +90,20 @@ class OverlapControl:
         return values if slowdown is None else values | {"overlap/decode_slowdown": slowdown}
 
     def decode_slowdown(self) -> float | None:
-        """Decode time per token with the window open over closed, medians; None: one side was not seen."""
-        rates = [[s.decode_s / max(s.tokens, 1) for s in self._samples[side]] for side in (True, False)]
-        if not all(rates) or not median(rates[1]):
+        """Decode time per token with the window open over closed, medians of the last look; None: there was none."""
+        if not self._seen:
             return None
-        return median(rates[0]) / median(rates[1])
-
-    def _probed(self) -> bool:
-        return min(len(samples) for samples in self._samples.values()) >= PROBES
+        open_s, closed_s = (
+            median(s.decode_s / max(s.tokens, 1) for s in self._seen if s.open is side) for side in (True, False)
+        )
+        return open_s / closed_s if closed_s else None
 
     def _cost(self, side: bool) -> float:
-        return median(sample.seconds_per_token for sample in self._samples[side])
-
-    def _open_is_faster(self) -> bool:
-        return self._cost(True) < (1 - MARGIN) * self._cost(False)
+        return median(sample.seconds_per_token for sample in self._seen if sample.open is side)
 
     def _sentence(self) -> str:
         gain = 1 - self._cost(True) / self._cost(False) if self._cost(False) else 0.0
-        hidden = median(sample.hidden_s for sample in self._samples[True])
+        hidden = median(sample.hidden_s for sample in self._seen if sample.open)
         return (
             f"overlap {'on' if self.chosen else 'off'}: with passes beside decoding, decoding takes "
             f"{self.decode_slowdown() or 1.0:.2f} times as long, {hidden:.3g} s a step are hidden, and rollout and "
