@@ -69,6 +69,13 @@ def _steps(config: Config, count: int = 4) -> tuple[Trainer, list[Any]]:
         {"model__build": {"family": "qwen3_vl"}, "model__dtype": "bfloat16"},
         {"model__freeze_vision": True},
         {"algorithm__beta": 0.0},
+        {"rollout__max_decode_rows": 5, "rollout__num_generations": 8, "rollout__max_completion_length": 128},
+        {
+            "rollout__max_decode_rows": 32,
+            "rollout__num_generations": 32,
+            "rollout__max_completion_length": 96,
+            "train__micro_batch_tokens": 128,
+        },
         {"schedule__name": "rollplex", "schedule__overlap": "on", "schedule__decode_threads": 1},
         {"schedule__unit_tokens": 64, "train__micro_batch_tokens": 256},
         {"data__image_size": 336, "schedule__chunk_tokens": 32},

@@ -139,3 +139,21 @@ def test_the_ledger_sets_segments_side_by_side() -> None:
     assert ledger.metrics()["memory/measured_peak_gib"] == pytest.approx(6 / 1024)
     text = "\n".join(ledger.lines())
     assert "4.0       5.0   1.25  decode" in text and "6.0   1.50  peak of the step" in text
+
+
+def test_events_of_threads_that_autograd_started_count_with_those_of_the_thread_that_asked(monkeypatch) -> None:
+    """On a GPU backwards run in threads of autograd, whose events come in a list of their own, without marks."""
+    whole = allocations._disable_profiler_legacy
+
+    def as_on_a_gpu():
+        [events] = whole()
+        memory = [event for event in events if str(event.kind()) == "memory_alloc"]
+        return [memory[1:], [event for event in events if event not in memory[1:]]]
+
+    monkeypatch.setattr(allocations, "_disable_profiler_legacy", as_on_a_gpu)
+    counter = AllocationCounter(CPU)
+    with counter.counting():
+        first, second = _mib(3), _mib(5)
+        del first
+    assert counter.trace().peak_bytes == 8 * MIB and counter.trace().left_bytes == 5 * MIB
+    assert second.numel() == 5 * MIB

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex.errors import ConfigError
-from rollplex.memory.plan import MemoryPlan, plan_memory, smallest_cap, unplanned
+from rollplex.memory.plan import MemoryPlan, gib_above, plan_memory, smallest_cap, unplanned
 from rollplex.memory.records import Choice, MemoryRecord, ObjectClass, Policy, peaks
 from rollplex.memory.timeline import ROLLPLEX, SERIAL, STREAM, STREAM_CLOSED, Timeline
 from rollplex.schedule.spec import Phase
@@ -153,3 +153,9 @@ def test_a_timeline_has_each_phase_once(segments: Sequence[tuple[Phase, ...]]) -
 )
 def test_visits(timeline: Timeline, phases: tuple[Phase, ...], lasting: bool, visits: int) -> None:
     assert timeline.visits(phases, lasting=lasting) == visits
+
+
+@given(st.integers(0, 2**50))
+def test_a_cap_that_is_said_to_work_works_when_it_is_set(nbytes: int) -> None:
+    cap = int(float(gib_above(nbytes)) * GIB)
+    assert nbytes <= cap <= nbytes * 1.011 + 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollplex.errors import StateError
+from rollplex.errors import StateError, TrainingError
 from rollplex.memory.states import Residency, ResidencyStates
 
 
@@ -112,6 +112,14 @@ def test_a_write_that_fails_leaves_no_valid_weights() -> None:
     with pytest.raises(StateError, match="half written"):
         _generate(states)
     _load(states)
+    _generate(states)
+
+
+def test_an_update_that_was_refused_before_it_wrote_leaves_the_weights_as_they_are() -> None:
+    states = ResidencyStates()
+    with pytest.raises(TrainingError), states.writing("optimizer"):
+        raise TrainingError("the gradient norm is nan")
+    assert states.version == 0
     _generate(states)
 
 

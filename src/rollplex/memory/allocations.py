@@ -87,16 +87,18 @@ class AllocationCounter:
         return MemoryTrace((self._began_s, *(moment for moment, _ in changes)), tuple(levels))
 
     def _read(self, threads: list[list[ProfilerEvent]], before_s: float, end_s: float) -> list[tuple[float, int]]:
+        """Threads that autograd starts for a GPU are counted with the one that asked for the backward: they have lists
+        of their own, and the marks of begin and end are in the list of the asking thread alone."""
+        events = [event for each in threads for event in each]
+        first, last = (next(e for e in events if e.name() == f"__{end}_profile") for end in ("start", "stop"))
+        # It began after `before_s` and ended after `end_s`: at once, unless the system put the thread aside there.
+        began_s = max(before_s, end_s - first.cpu_elapsed_us(last) * 1e-6) + self._to_epoch_s
         changes: list[tuple[float, int]] = []
-        for events in threads:
-            first, last = (next(e for e in events if e.name() == f"__{end}_profile") for end in ("start", "stop"))
-            # It began after `before_s` and ended after `end_s`: at once, unless the system put the thread aside there.
-            began_s = max(before_s, end_s - first.cpu_elapsed_us(last) * 1e-6) + self._to_epoch_s
-            for event in events:
-                if str(event.kind()) == "memory_alloc":
-                    on_gpu = self.device.type == "cuda"
-                    nbytes = event.cuda_memory_usage() if on_gpu else event.cpu_memory_usage()
-                    changes.append((began_s + first.cpu_elapsed_us(event) * 1e-6, nbytes))
+        for event in events:
+            if str(event.kind()) == "memory_alloc":
+                on_gpu = self.device.type == "cuda"
+                nbytes = event.cuda_memory_usage() if on_gpu else event.cpu_memory_usage()
+                changes.append((began_s + first.cpu_elapsed_us(event) * 1e-6, nbytes))
         return [change for change in changes if change[1]]
 
 

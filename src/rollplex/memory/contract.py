@@ -203,7 +203,7 @@ class _Builder:
             f"{shape.response_tokens}) tokens x {per_token} bytes at TP{shape.rollout_tp}"
         )
         if shape.local_engine:
-            return self._local_rollout(tokens * per_token, cached)
+            return self._local_rollout(per_token)
         uses = (Phase.PREFILL, Phase.DECODE)
         released = Choice(Policy.DISCARD, self._span(uses, tokens * per_token), detail="released when decoding ends")
         act = shape.activations_of(shape.rollout_tp, sequence_parallel=False)
@@ -219,11 +219,19 @@ class _Builder:
             ),
         ]
 
-    def _local_rollout(self, cache: int, formula: str) -> list[MemoryRecord]:
-        """The local engine stacks the prompts' keys and values when it begins to decode and drops all when it ends.
-        Sampling takes the logits, filtered, and their softmax and its sums in fp64 (rollout/sampling.py)."""
+    def _local_rollout(self, per_token: int) -> list[MemoryRecord]:
+        """The local engine stacks the keys and values of the prompts whose responses it decodes, and drops all when it
+        ends. Responses end one by one and waiting ones take their places, so those of one prompt more may be live than
+        fill its rows. Sampling takes the logits, filtered, and their softmax and its sums in fp64
+        (rollout/sampling.py)."""
         shape = self.shape
-        rows = shape.rollout_prompts * shape.generations
+        rows = shape.rollout_rows
+        prompts = min(shape.rollout_prompts, ceil(rows / shape.generations) + 1)
+        cache = (prompts * shape.prompt_tokens + rows * shape.response_tokens) * per_token
+        formula = (
+            f"({prompts} prompts x {shape.prompt_tokens} + {rows} rows x {shape.response_tokens}) tokens x {per_token} "
+            f"bytes at TP{shape.rollout_tp}"
+        )
         sampling = rows * shape.model.text.vocab_size * (2 * shape.dtype_bytes + 3 * 8)
         return [
             self._local("rollout KV cache", {Phase.DECODE: cache}, formula),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, floor, log10
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -86,7 +87,7 @@ def plan_memory(records: Sequence[MemoryRecord], timeline: Timeline, cap_bytes: 
         least = smallest_cap(records, timeline)
         raise ConfigError(
             f"no memory plan fits into {_gib(cap_bytes)} GiB: the smallest cap that works is "
-            f"{_gib(least.cap_bytes)} GiB ({least.cap_bytes} bytes), where {' and '.join(least.binding)} "
+            f"{gib_above(least.cap_bytes)} GiB ({least.cap_bytes} bytes), where {' and '.join(least.binding)} "
             f"{'binds' if len(least.binding) == 1 else 'bind'}; raise memory.cap_gib, lower train.micro_batch_tokens "
             "or rollout.prompts_per_step, or spread over more devices"
         )
@@ -169,6 +170,15 @@ def _solve(
 
 def _evaluated(choices: Mapping[str, Choice], records: tuple[MemoryRecord, ...], timeline: Timeline) -> MemoryPlan:
     return MemoryPlan(timeline, records, choices, peaks(choices, records, timeline))
+
+
+def gib_above(nbytes: int) -> str:
+    """A cap that is enough for `nbytes`, in GiB: rounded up, so that it works when it is set."""
+    if not nbytes:
+        return "0"
+    gib = nbytes / 2**30
+    places = 2 if gib >= 1 else 2 - floor(log10(gib))  # three digits at least
+    return f"{ceil(gib * 10**places) / 10**places:.{places}f}"
 
 
 def _gib(nbytes: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from rollplex.errors import StateError
+from rollplex.errors import StateError, TrainingError
 
 
 class Residency(StrEnum):
@@ -108,7 +108,8 @@ class ResidencyStates:
     @contextmanager
     def writing(self, who: str) -> Iterator[None]:
         """The only user of valid weights: an update in place. Leaving without an error makes a new version; after an
-        error the weights are invalid until they are loaded, because nobody knows how much was written."""
+        error the weights are invalid until they are loaded, because nobody knows how much was written, save
+        with TrainingError, which says that none was changed."""
         with self._lock:
             self._need_alone(who)
             self._need_weights(who)
@@ -129,14 +130,17 @@ class ResidencyStates:
 
     @contextmanager
     def _completed(self) -> Iterator[None]:
-        complete = False
+        complete, valid = False, False
         try:
             yield
-            complete = True
+            complete = valid = True
+        except TrainingError:  # nothing was written
+            valid = self._valid
+            raise
         finally:
             with self._lock:
                 self._writer = None
-                self._valid = complete
+                self._valid = valid
                 self._version += complete
 
     def _sleep(self, what: str, to: Residency) -> None:

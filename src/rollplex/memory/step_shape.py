@@ -44,6 +44,7 @@ class StepShape:
     shard_optimizer: bool
     stream_chunk_bytes: int
     kernels: Literal["eager", "fused"] = "fused"
+    decode_rows: int | None = None  # most responses decoded together; absent: all of an engine
     local_engine: bool = False  # decodes on the update's own prefixes: PREFILL is the actor's prefix pass
     unit_tokens: int | None = None  # budget of a prefix pass; absent: micro_batch_tokens
     chunk_tokens: int | None = None  # rows of a layer that run at once in a prefix pass; absent: all
@@ -63,6 +64,12 @@ class StepShape:
     def rollout_prompts(self) -> int:
         """Prompts of the fullest rollout engine."""
         return ceil(self.prompts / (self.devices // self.rollout_tp))
+
+    @property
+    def rollout_rows(self) -> int:
+        """Responses that the fullest rollout engine decodes together."""
+        rows = self.rollout_prompts * self.generations
+        return rows if self.decode_rows is None else min(rows, self.decode_rows)
 
     @property
     def pack_budget_tokens(self) -> int:

@@ -8,10 +8,8 @@ collective hides behind computing. `StepCost.durations` is what schedules run on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 from rollplex.planner.decoding import Ends, Rows, decode_ends
 from rollplex.planner.flops import ModelCounts
@@ -274,9 +272,3 @@ class StepCost:
 def _split(like: Seconds, total: float) -> Seconds:
     """`total` seconds in the proportions of `like`."""
     return like.scaled(total / like.total)
-
-
-def seconds_facts(seconds: Seconds) -> Mapping[str, Any]:
-    """Plain data for JSON: the parts, their sum and the limit."""
-    parts = {f.name: getattr(seconds, f.name) for f in fields(Seconds)}
-    return {**parts, "total": seconds.total, "limit": seconds.limit}

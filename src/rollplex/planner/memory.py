@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from math import ceil
 from typing import Any, Literal
 
 from rollplex.config import Config
@@ -80,7 +81,8 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{size(facts['naive_gib']):>8}  naive: everything kept, a copy of the weights for each side"
     price = f"{facts['exposed_s']:.3f} s a step and {size(facts['host_gib'])} {unit} of host memory"
     yield f"{size(facts['planned_peak_gib']):>8}  planned, at {price}"
-    yield f"{size(facts['smallest_cap_gib']):>8}  smallest cap that works ({', '.join(facts['smallest_cap_binding'])})"
+    least = ceil(facts["smallest_cap_gib"] * scale * 100) / 100  # rounded down it would not work
+    yield f"{least:>8.2f}  smallest cap that works ({', '.join(facts['smallest_cap_binding'])})"
     yield ""
     yield f"{'object':<32}{unit:>8}{'planned':>9}{'s/step':>8}  {'lives':<35}policy"
     for record in facts["records"]:
@@ -140,6 +142,7 @@ def step_shape(config: Config) -> StepShape:
         shard_optimizer=memory.shard_optimizer,
         stream_chunk_bytes=memory.stream_chunk_mib << 20,
         kernels=memory.kernels,
+        decode_rows=rollout.max_decode_rows if memory.devices == 1 and rollout.engine == "local" else None,
         local_engine=memory.devices == 1 and rollout.engine == "local",
         # Every prompt's features stay until the cache is full.
         cached_vision_bytes=VISION_CACHE_BYTES if memory.devices == 1 and _tower_stands_still(config) else 0,

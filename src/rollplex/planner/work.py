@@ -38,11 +38,6 @@ class Work:
         """All operations."""
         return self.matmul_flops + self.attention_flops
 
-    @property
-    def moved_bytes(self) -> float:
-        """All bytes between the device and its memory."""
-        return self.weight_bytes + self.stream_bytes + self.kv_bytes
-
     def backward(self, dtype_bytes: int, *, launches: float = 2.0) -> Work:
         """The backward of this forward, gradients of inputs and of weights: two products for each of the forward's.
 

@@ -17,7 +17,7 @@ from rollplex.tasks.task import build_task
 from rollplex.train.prefix_book import PrefixBook
 
 # Prompts decoded together; bounds the memory of their prefixes. Under memory.cap_gib at most those of a rollout, whose
-# decoding, of more responses each, is in the plan.
+# decoding, of more responses each, is in the plan, and passes of its budget.
 BATCH_PROMPTS = 64
 
 
@@ -41,9 +41,10 @@ def evaluate(
     stop = min(config.run.eval_rows, len(task))
     greedy = replace(params, num_generations=1, greedy=True)
     own: list[_Scored] = []
-    at_once = BATCH_PROMPTS
+    at_once, pack_tokens = BATCH_PROMPTS, config.train.micro_batch_tokens
     if config.memory.cap_gib is not None:
         at_once = min(at_once, config.rollout.prompts_per_step)
+        pack_tokens = min(pack_tokens, config.schedule.unit_tokens)
     order = DataOrder(len(task), config.run.seed, False)
     with Prefetcher(task.example, session.prompts.build, order, config.data, stop=stop, ahead=at_once) as feed:
         numbered = (Slot(number, example, spec) for number, (example, spec) in enumerate(feed))
@@ -53,7 +54,7 @@ def evaluate(
                 break
             if turn % team.replicas != team.replica:
                 continue
-            book = PrefixBook(session.policy, config.train.micro_batch_tokens)
+            book = PrefixBook(session.policy, pack_tokens)
             book.compute({slot.rollout_id: slot.spec for slot in batch}, "none")
             engine = LocalEngine(
                 session.policy, greedy, max_rows=config.rollout.max_decode_rows, prefix_source=book.source
