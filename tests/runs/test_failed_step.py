@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from rollplex.config import Config
-from rollplex.errors import RewardError
-from rollplex.runtime.trainer import train
+from rollplex.errors import RewardError, StateError
+from rollplex.runtime.trainer import Trainer, train
 
 FAIL_AT = "ROLLPLEX_TEST_FAIL_AT"  # the reward's file is loaded as a module of its own: no variable is shared with it
 
@@ -60,3 +63,54 @@ def test_failure_in_the_first_step_leaves_no_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(RewardError):
         train(_config(tmp_path / "run"))
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def one_fails_the_other_sleeps(completion_ids, **_):
+    """At once for the first group that is scored; half a minute for each after it."""
+    if not hasattr(one_fails_the_other_sleeps, "called"):
+        one_fails_the_other_sleeps.called = True
+        raise OSError("no answer key")
+    time.sleep(30.0)
+    return [0.0] * len(completion_ids)
+
+
+def _of(config: Config, **sections: dict[str, Any]) -> Config:
+    tree = config.model_dump(mode="json")
+    for section, options in sections.items():
+        tree[section] |= options
+    return Config.model_validate(tree)
+
+
+def test_a_reward_that_fails_is_heard_before_others_of_its_unit_have_answered(tmp_path):
+    slow = {"reward_funcs": [f"{__file__}:one_fails_the_other_sleeps"]}
+    config = _of(_config(tmp_path / "run"), rewards=slow, schedule={"unit_tokens": 4096})
+    begin_s = time.monotonic()
+    with pytest.raises(RewardError, match="no answer key"):
+        train(config)
+    assert time.monotonic() - begin_s < 25.0
+
+
+def test_a_step_that_fails_while_decoding_gives_the_cpu_threads_back(tmp_path, monkeypatch):
+    monkeypatch.setenv(FAIL_AT, "0")
+    before = torch.get_num_threads()
+    options = {"name": "stream", "overlap": "on", "decode_threads": 1, "unit_tokens": 1}
+    config = _of(_config(tmp_path / "run"), run={"num_threads": 2}, schedule=options)
+    trainer = Trainer(config)
+    try:
+        with pytest.raises(RewardError):
+            trainer.run_step()
+        assert torch.get_num_threads() == 2
+    finally:
+        trainer.close()
+        torch.set_num_threads(before)
+
+
+def test_a_pass_that_was_left_behind_forbids_every_later_step(tmp_path):
+    """Also one that gives the window nothing to do: the pass may still add to its gradients."""
+    trainer = Trainer(_of(_config(tmp_path / "run"), schedule={"overlap": "off"}))
+    try:
+        trainer.learner.window.left_behind = "actor_response of group 1"
+        with pytest.raises(StateError, match="actor_response of group 1 of a step that failed still runs"):
+            trainer.run_step()
+    finally:
+        trainer.close()

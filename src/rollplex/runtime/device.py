@@ -68,9 +68,22 @@ class CpuLanes:
 
 
 @contextmanager
+def kept_threads() -> Iterator[None]:
+    """A block after which the calling thread has its CPU threads back, whichever lane it was in when it ended."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+@contextmanager
 def _threads(count: int) -> Iterator[None]:
     if torch.get_num_threads() != count:
-        torch.set_num_threads(count)  # of the calling thread; left so: the next block sets its own
+        torch.set_num_threads(
+            count
+        )  # of the calling thread; left so: the next block sets its own, `kept_threads` the last
     yield
 
 

@@ -94,11 +94,15 @@ class WindowThread:
         self._work: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rollplex-window", daemon=True)
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Run `work` after all that was submitted before. Raises StateError when a pass of a failed step still runs: it
-        may add to gradients that the next step takes for its own."""
+    def check_free(self) -> None:
+        """Raises StateError when a pass of a failed step was left behind: it may add to gradients that the next step,
+        with passes of its own in here or not, takes for its own."""
         if self.left_behind is not None:
             raise StateError(f"{self.left_behind} of a step that failed still runs; start again from a checkpoint")
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Run `work` after all that was submitted before."""
+        self.check_free()
         if not self._thread.is_alive():
             self._thread.start()
         future: Future[None] = Future()

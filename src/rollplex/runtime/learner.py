@@ -23,7 +23,7 @@ from rollplex.parallel.team import ALONE, Team
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.engines import Engines, local_engines
 from rollplex.runtime.collect import Collector, RawGroup, Slot, merged_log_metrics
-from rollplex.runtime.device import DeviceLanes, allocated_bytes, device_lanes
+from rollplex.runtime.device import DeviceLanes, allocated_bytes, device_lanes, kept_threads
 from rollplex.runtime.executor import InProcessExecutor, WindowThread, prompt_switches
 from rollplex.runtime.run_memory import Counted, RunMemory, run_memory, step_ledger
 from rollplex.runtime.step_groups import advantages_of, scored, share_of
@@ -67,11 +67,13 @@ class StepOutcome:
 def check_schedule(config: Config) -> None:
     """Raises ConfigError when the schedule that `config` names does not exist, or cannot run its steps."""
     name = config.schedule.name
-    if name in HYBRID_SCHEDULES | POOL_SCHEDULES:
+    if name in HYBRID_SCHEDULES | POOL_SCHEDULES | {"async": ""}:
         raise ConfigError(
             f"schedule.name {name!r} needs devices of two kinds, which only virtual time has (rollplex simulate "
             f"--schedule {name}); here it is one of {', '.join(SCHEDULES)}, or 'module:Name'"
         )
+    if name not in SCHEDULES and ":" not in name:
+        raise ConfigError(f"schedule.name {name!r} is unknown; needed one of {', '.join(SCHEDULES)}, or 'module:Name'")
     schedule = schedule_named(name)
     minibatches = [1] * config.algorithm.steps_per_generation
     for spec in steps_of_rollout(config, prefill_is_actor_prefix=False, minibatches=minibatches):
@@ -127,8 +129,9 @@ class Learner:
                 "schedule.decode_threads, or set overlap to auto"
             )
         self.overlap = OverlapControl(config.schedule.overlap, self._why_closed())
-        if team.size > 1 and config.schedule.overlap == "auto":
-            logger.info("nothing runs beside decoding: %s", self.overlap.reason_closed)
+        if self.overlap.reason_closed is not None and config.schedule.overlap == "auto":
+            if config.schedule.name != "serial":  # who chose that knows
+                logger.info("nothing runs beside decoding: %s", self.overlap.reason_closed)
         self.window = WindowThread()
         if self.overlap.reason_closed is not None and config.schedule.overlap == "on":
             logger.warning(
@@ -140,11 +143,13 @@ class Learner:
         self.window.close()
 
     def step(self, next_slots: NextSlots, state: TrainerState) -> StepOutcome:
-        """One rollout and its optimizer steps. On an error no half-applied gradient is left."""
+        """One rollout and its optimizer steps. On an error no half-applied gradient is left. The calling thread has as
+        many CPU threads afterwards as before. Raises StateError where a pass of a failed step still runs."""
+        self.window.check_free()
         watch = Stopwatch(state.global_step + 1)
         if watch.step in self.config.run.memory_steps:
             watch.allocations = AllocationCounter(self.policy.device, self._held_bytes, to_epoch_s=watch.to_epoch_s)
-        with watch.counting(), prompt_switches():
+        with watch.counting(), prompt_switches(), kept_threads():
             outcome, sample = self._step(next_slots, state, watch)
         if watch.allocations is None or not outcome.groups:
             return outcome
@@ -346,6 +351,8 @@ class Learner:
         if self.schedule.name == "serial":
             return "schedule.name is serial"
         if self.schedule.name == "rollplex" and not any(task.phase in PREFIXES for task in first.tasks):
+            if prefix_mode(self.config) is PrefixMode.WHOLE:
+                return "whole sequences have no prefix pass to move (train.share_prefix)"
             return "there is no prefix pass to move: no reference, and the engine decodes on the update's own prefixes"
         return None
 

@@ -184,7 +184,8 @@ class StepTasks:
 
     def reward_done(self, group: int) -> bool:
         """Whether all rewards of the unit are there, or one has failed."""
-        return all(pending.scores.done() for pending in self._pending[group].values())
+        scores = [pending.scores for pending in self._pending[group].values()]
+        return any(score.failed() for score in scores) or all(score.done() for score in scores)
 
     def end_reward(self, group: int) -> None:
         """Take the unit's rewards. Raises what the reward function raised, or DeadlineError."""
@@ -216,8 +217,7 @@ class StepTasks:
     def update_metrics(self) -> dict[str, float]:
         """Of all optimizer steps so far."""
         own = (merge_metrics(self._metrics).on_host(), merge_stats(self._stats))
-        found = self._team.of_replicas([own], "metrics of all replicas")
-        parts, stats = [metrics for metrics, _ in found], [stat for _, stat in found]
+        parts, stats = zip(*self._team.of_replicas([own], "metrics of all replicas"), strict=True)
         return update_metrics(parts, stats, self._done, loss_scale=self.loss_scale)
 
     # phases

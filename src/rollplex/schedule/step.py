@@ -301,11 +301,15 @@ def run_step(schedule: Schedule, executor: Executor, spec: StepSpec, limits: Lim
 def deadlock(name: str, state: StepState) -> str:
     """What to say of schedule `name` that launches nothing while nothing runs: the first task that only it, or memory,
     holds back. One exists, since needs have no cycle."""
-    task = next(task for task in state.spec.tasks if not state.is_done(task) and not state.missing(task))
+    free = [task for task in state.spec.tasks if not state.is_done(task) and not state.missing(task)]
+    # Weights that move within the rollout hold back later units, which wait for the first of the others.
+    task = next((task for task in free if state.progress.unit_obstacle(task) is None), free[0])
     blocked = [other for other in state.spec.tasks if task in state.spec.needs(other)]
     waiting = f"; {blocked[0]} and {len(blocked) - 1} more wait for it" if blocked else ""
     reason = "its needs are done and it fits, but the schedule does not launch it"
-    if not state.fits(task):
+    if obstacle := state.progress.unit_obstacle(task):
+        reason = obstacle
+    elif not state.fits(task):
         reason = (
             f"it begins to hold {state.spec.bytes_started(task)} bytes beside {state.used_bytes} held, of "
             f"{state.limits.memory_bytes} (Limits.memory_bytes)"
