@@ -9,9 +9,9 @@ made anew. From the serial arm's spans comes the bound: passes that could start 
 speed of one core, as much of them as the idle core can do while groups decode. S4-tail: every tenth response is 8 times
 as long as the others. What there is to hide differs from step to step there, so savings and bounds are compared step by
 step; a step's noise is as large as a bound, so each share of one has an interval. `without_alike` is an estimate with
-less noise: it leaves out by how much passes differed that both arms took with the device to themselves, as if hiding
-changed nothing in them, so it is too high where hiding makes them slower. That difference stands beside it
-(`alike_of_bound`, positive: faster). The last line is JSON.
+less noise: it leaves out by how much passes differed that both arms took with the device to themselves, and engine
+iterations that had nothing beside them in either, as if hiding changed nothing in them, so it is too high where hiding
+makes them slower. That difference stands beside it (`alike_of_bound`, positive: faster). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from overlap_shares import (
     slowness,
 )
 from rollplex.config import Config
-from rollplex.rollout.engine import SamplingParams
+from rollplex.models.policy import Policy
+from rollplex.rollout.engine import Finished, SamplingParams
 from rollplex.rollout.engines import LocalEngines
 from rollplex.rollout.local_engine import LocalEngine, PrefixSource
 from rollplex.runtime.collect import Slot
@@ -107,21 +108,47 @@ def setting_named(name: str) -> tuple[Setting, bool]:
     return SETTINGS[base], bool(tail)
 
 
-class TailedEngine(LocalEngine):
-    """The local engine with fixed lengths: every response short but for a seeded tenth."""
+class TimedEngine(LocalEngine):
+    """The local engine that notes when its iterations began and ended. tailed: every response is short but for a seeded
+    tenth."""
+
+    iterations: list[tuple[float, float]]  # seconds since 1970, as spans have
+    tailed: bool
+
+    def step(self) -> list[Finished]:
+        """As LocalEngine."""
+        begin_s = time.time()
+        finished = super().step()
+        self.iterations.append((begin_s, time.time()))
+        return finished
 
     def limit(self, rollout_id: int, index: int) -> int:
         """`max_tokens` for the tail, an eighth of it for the rest."""
+        if not self.tailed:
+            return super().limit(rollout_id, index)
         is_long = random.Random(rollout_id * 1000 + index).random() < TAIL_SHARE
         return self.params.max_tokens if is_long else self.params.max_tokens // TAIL_FACTOR
 
 
-class TailedEngines(LocalEngines):
-    """Opens those."""
+class TimedEngines(LocalEngines):
+    """Opens those, and has the iterations of all since `taken`."""
 
-    def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> TailedEngine:
+    def __init__(self, policy: Policy, max_rows: int, *, tailed: bool):
+        super().__init__(policy, max_rows)
+        self.tailed = tailed
+        self._iterations: list[tuple[float, float]] = []
+
+    def open(self, params: SamplingParams, prefix_source: PrefixSource | None = None) -> TimedEngine:
         """As LocalEngines."""
-        return TailedEngine(self.policy, params, max_rows=self.max_rows, prefix_source=prefix_source)
+        engine = TimedEngine(self.policy, params, max_rows=self.max_rows, prefix_source=prefix_source)
+        engine.iterations, engine.tailed = self._iterations, self.tailed
+        return engine
+
+    def taken(self) -> tuple[tuple[float, float], ...]:
+        """The iterations so far; then none."""
+        taken = tuple(self._iterations)
+        self._iterations.clear()
+        return taken
 
 
 class Arm:
@@ -131,16 +158,19 @@ class Arm:
         self.name = name
         self.steps: dict[int, Step] = {}
 
-    def step(self, learner: Learner, slots: Sequence[Slot], state: TrainerState, measured_as: int | None) -> None:
-        """Run one step."""
+    def step(
+        self, learner: Learner, engines: TimedEngines, slots: Sequence[Slot], state: TrainerState, number: int | None
+    ) -> None:
+        """Run one step of round `number`; None: not measured. engines: the learner's."""
         begin_s = time.monotonic()
         outcome = learner.step(lambda count: list(slots), state)
         seconds = time.monotonic() - begin_s
-        if measured_as is not None:
+        iterations = engines.taken()
+        if number is not None:
             prefix = "timing_s/"
             times = {k.removeprefix(prefix): v for k, v in outcome.metrics.items() if k.startswith(prefix)}
             exposed_s = sum(times.get(name, 0.0) for name in (*PREFIXES, "window"))
-            self.steps[measured_as] = Step(seconds, times["decode"], exposed_s, outcome.spans)
+            self.steps[number] = Step(seconds, times["decode"], exposed_s, outcome.spans, iterations)
 
     @property
     def measured(self) -> list[Step]:
@@ -184,24 +214,22 @@ class Arms:
 
     def __init__(self, names: Mapping[str, Config], *, tailed: bool, one_core: str | None = None):
         """one_core: an arm whose passes have one core as decoding has."""
-        self.trainer = Trainer(next(iter(names.values())))
-        self.learners = {
-            name: self._learner(config, tailed, 1 if name == one_core else 2) for name, config in names.items()
-        }
+        config = next(iter(names.values()))
+        self.trainer = Trainer(config)
+        self.engines = TimedEngines(self.trainer.session.policy, config.rollout.max_decode_rows, tailed=tailed)
+        self.learners = {name: self._learner(config, 1 if name == one_core else 2) for name, config in names.items()}
 
-    def _learner(self, config: Config, tailed: bool, threads: int) -> Learner:
+    def _learner(self, config: Config, threads: int) -> Learner:
         trainer = self.trainer
-        policy = trainer.session.policy
-        engines = TailedEngines(policy, config.rollout.max_decode_rows) if tailed else trainer.engines
         torch.set_num_threads(threads)  # a learner's lanes divide those of its birth
         learner = Learner(
-            policy,
+            trainer.session.policy,
             trainer.optimizer,
             trainer.reference,
             trainer.collector,
             config,
             stop_token_ids=trainer.session.stop_token_ids,
-            engines=engines,
+            engines=self.engines,
         )
         torch.set_num_threads(2)
         return learner
@@ -214,7 +242,8 @@ class Arms:
             slots = self.trainer.feed.take(config.rollout.prompts_per_step)
             for name in names[number * len(arms) : (number + 1) * len(arms)]:
                 state = TrainerState(global_step=self.trainer.step, max_steps=config.train.max_steps)
-                arms[name].step(self.learners[name], slots, state, None if first is None else first + number)
+                counted = None if first is None else first + number
+                arms[name].step(self.learners[name], self.engines, slots, state, counted)
                 self.trainer.step += 1
 
     def close(self) -> None:

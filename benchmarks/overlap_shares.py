@@ -24,6 +24,7 @@ class Step:
     decode_s: float
     exposed_prefix_s: float  # prefix passes with the device to themselves, and waits for those beside decoding
     spans: tuple[Span, ...]
+    iterations: tuple[tuple[float, float], ...] = ()  # of the engine: begin and end
 
 
 def phase_seconds(steps: Sequence[Step]) -> dict[str, float]:
@@ -68,12 +69,29 @@ def part_of_bound(seconds: NDArray[np.float64], bounds_s: NDArray[np.float64]) -
 
 
 def alike(pairs: Sequence[tuple[Step, Step]]) -> NDArray[np.float64]:
-    """Seconds by which the first of each pair was slower in what both did with the device to themselves."""
+    """Seconds by which the first of each pair was slower in what both did with the device to themselves: passes, and
+    engine iterations."""
     found = []
     for one, other in pairs:
         mine, theirs = alone_seconds(one.spans), alone_seconds(other.spans)
-        found.append(sum(mine[key] - theirs[key] for key in mine.keys() & theirs.keys()))
+        passes = sum(mine[key] - theirs[key] for key in mine.keys() & theirs.keys())
+        beside = with_pass_beside(one) | with_pass_beside(other)
+        both = enumerate(zip(one.iterations, other.iterations, strict=True))
+        decoding = sum((a[1] - a[0]) - (b[1] - b[0]) for number, (a, b) in both if number not in beside)
+        found.append(passes + decoding)
     return np.array(found)
+
+
+def with_pass_beside(step: Step) -> set[int]:
+    """Numbers of the engine iterations that had a pass of the window beside them, and of each next one, which finds
+    caches as that pass left them."""
+    passes = [(span.start_s, span.end_s) for span in step.spans if span.lane == "window"]
+    found = {
+        number
+        for number, (begin_s, end_s) in enumerate(step.iterations)
+        if any(start_s < end_s and begin_s < stop_s for start_s, stop_s in passes)
+    }
+    return found | {number + 1 for number in found}
 
 
 def alone_seconds(spans: Sequence[Span]) -> dict[tuple[str, int | None], float]:

@@ -28,6 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rollplex.config import Config
+from rollplex.errors import ConfigError
 from rollplex.models.policy import Policy
 from rollplex.runtime.device import device_name, peak_bytes, reset_peak
 from rollplex.runtime.learner import Learner
@@ -205,9 +206,7 @@ def main() -> None:
     options = parse_arguments()
     trainer = Trainer(config_of(options, ARMS["serial"]))
     device = trainer.session.policy.device
-    arms = {
-        name: learner_of(config_of(options, ARMS[name]), trainer) for name in options.arms or arms_of(options.device)
-    }
+    arms, refused = learners_of(options, trainer)
     steps: dict[str, list[Step]] = {name: [] for name in arms}
     try:
         for number, name in enumerate(block_order(list(arms), 1 + options.steps)):
@@ -215,31 +214,54 @@ def main() -> None:
             if number >= len(arms):  # the first of each warms up kernels and allocator
                 steps[name].append(step)
             print(f"{name}: {step.seconds:.2f} s", flush=True)
+        report(options, device, steps, refused, None)  # whatever becomes of the rest
         memory = {name: ledger(options, name, trainer) for name in arms if name in LEDGERS}
+        print(json.dumps(report(options, device, steps, refused, memory)))
     finally:
         for learner in arms.values():
             learner.close()
         trainer.close()
+
+
+def learners_of(options: argparse.Namespace, trainer: Trainer) -> tuple[dict[str, Learner], dict[str, str]]:
+    """All arms, and why the device has no lanes for some; one that was asked for by name must work."""
+    arms: dict[str, Learner] = {}
+    refused: dict[str, str] = {}
+    for name in options.arms or arms_of(options.device):
+        try:
+            arms[name] = learner_of(config_of(options, ARMS[name]), trainer)
+        except ConfigError as error:
+            if options.arms:
+                raise
+            refused[name] = str(error)
+            print(f"{name}: {error}", flush=True)
+    return arms, refused
+
+
+def report(
+    options: argparse.Namespace,
+    device: torch.device,
+    steps: Mapping[str, Sequence[Step]],
+    refused: Mapping[str, str],
+    memory: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The last line; on a GPU it is written too, with all single steps."""
     hardware = device_name(device)
-    found = summary(steps)
     line = {
         "benchmark": "gpu_window",
         "model": "tiny" if options.tiny else options.model,
         "hardware": hardware,
-        **found,
+        **summary(steps),
+        "refused": dict(refused),
         "memory": memory,
     }
-    versions = {package: version(package) for package in ("rollplex", "torch", "transformers")}
-    singles = {name: [asdict(step) for step in taken] for name, taken in steps.items()}
     if device.type == "cuda":
+        versions = {package: version(package) for package in ("rollplex", "torch", "transformers")}
+        singles = {name: [asdict(step) for step in taken] for name, taken in steps.items()}
+        result = {**provenance(), **line, "versions": versions, "steps": singles}
         slug = hardware.lower().replace(" ", "-")
-        write_result(
-            f"gpu_window_{options.model}_{slug}",
-            {**provenance(), **line, "versions": versions, "steps": singles},
-            0,
-            options.results,
-        )
-    print(json.dumps(line))
+        write_result(f"gpu_window_{options.model}_{slug}", result, 0, options.results)
+    return line
 
 
 if __name__ == "__main__":

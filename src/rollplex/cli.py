@@ -126,6 +126,7 @@ def verify(
     Exit code 1 when an error is over its bound.
     """
     with _clean_errors(show_traceback):
+        refuse_several(os.environ, "rollplex verify", "rollplex train")
         config = load_config(recipe_path(recipe), overrides or ())
         console = Console(stderr=True)
         _prepare_libraries(console)
@@ -142,7 +143,7 @@ def verify(
                 lines = [str(row) for row in value] if name == "rows" else [value]
                 for line in lines:
                     typer.echo(f"{name:25} {line:.3g}" if isinstance(line, float) else f"{name:25} {line}")
-            typer.echo("exact within the bounds" if report.passed else "NOT within the bounds")
+            typer.echo(report.verdict)
         if not report.passed:
             raise typer.Exit(EXIT_FAILED)
 

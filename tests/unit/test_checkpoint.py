@@ -452,6 +452,16 @@ def test_the_same_run_may_change_where_it_writes_but_not_what_it_is(saved, tmp_p
         load_checkpoint(folder, model=loaded.model, optimizer=optimizer, config=lora)
 
 
+def test_a_run_that_a_deadline_of_vllm_ended_may_resume_with_a_longer_one_but_not_in_another_dtype():
+    def config(**options: object) -> Config:
+        return _config(rollout={"engine": "vllm", "vllm": options})
+
+    saved = config(call_timeout_s=1.0, servers=1, kv_cache_gib=1.0).model_dump(mode="json")
+    check_same_run(saved, config(call_timeout_s=600.0, start_timeout_s=900.0, servers=2, kv_cache_gib=8.0), Path("c"))
+    with pytest.raises(CheckpointError, match=r"rollout\.vllm\.engine_dtype was None, is 'bfloat16'"):
+        check_same_run(saved, config(servers=1, engine_dtype="bfloat16"), Path("c"))
+
+
 def test_max_steps_is_fixed_when_the_schedule_depends_on_it():
     def config(kind: str, steps: int) -> Config:
         return _config(train={"lr_scheduler_type": kind, "max_steps": steps})

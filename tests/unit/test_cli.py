@@ -104,10 +104,11 @@ def test_demo_never_writes_into_an_earlier_run_and_judges_the_rise(tmp_path: Pat
     assert "  seed: 3\n" in (tmp_path / "runs/demo-2/config.yaml").read_text()
 
 
-def test_demo_refuses_to_be_several(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "recipe"), [("demo", ()), ("verify", ("demo",))])
+def test_demo_and_verify_refuse_to_be_several(tmp_path: Path, command: str, recipe: tuple[str, ...]) -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = _rollplex(tmp_path, "demo", *QUICK, **torchrun)
-    assert done.returncode == 2 and "torchrun has started 2; start 'rollplex train demo' so instead" in done.stderr
+    done = _rollplex(tmp_path, command, *recipe, *QUICK, **torchrun)
+    assert done.returncode == 2 and "torchrun has started 2; start 'rollplex train" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

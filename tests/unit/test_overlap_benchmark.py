@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import numpy as np
 import pytest
 
 from overlap import Arm, paired
-from overlap_shares import Step, alone_seconds, share_of_bound, slowness
+from overlap_shares import Step, alike, alone_seconds, share_of_bound, slowness, with_pass_beside
 from rollplex.trace import Span
 
 
@@ -51,3 +53,17 @@ def test_slowness_compares_medians_of_the_same_steps_and_leaves_out_what_ran_bes
         )
 
     assert slowness([(step(1.0), step(1.5)), (step(2.0), step(3.0)), (step(4.0), step(9.0))]) == {"prefill": 1.5}
+
+
+def test_iterations_are_alike_where_neither_arm_had_a_pass_beside_them_or_just_before() -> None:
+    def step(seconds: list[float], window: tuple[float, float] | None) -> Step:
+        ends = list(accumulate(seconds, initial=0.0))
+        spans = (Span("prefill", "main", 9.0, 9.5 if window else 9.25, 1, 0),)
+        if window:
+            spans += (Span("ref_prefix", "window", *window, 1, 0),)
+        return Step(0.0, 0.0, 0.0, spans, tuple(pairwise(ends)))
+
+    serial, hiding = step([1.0, 1.0, 1.0, 1.0, 1.0], None), step([1.0, 2.0, 2.0, 1.5, 0.75], (1.5, 2.5))
+    assert with_pass_beside(hiding) == {1, 2} and with_pass_beside(serial) == set()
+    # prefill was 0.25 s slower, iterations 0, 3 and 4 by 0, 0.5 and -0.25
+    assert alike([(serial, hiding)]).tolist() == [-0.25 - 0.25]

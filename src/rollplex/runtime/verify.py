@@ -78,6 +78,18 @@ class VerifyReport:
     worst_tensor_rel_error: float
     rows: tuple[RowReport, ...]
 
+    @property
+    def verdict(self) -> str:
+        """In a sentence."""
+        if self.passed:
+            return "exact within the bounds"
+        if self.dtype == "bfloat16":
+            return (
+                "NOT within the bounds; 16 bits round more the deeper a model is: model.dtype=float32 tells rounding "
+                "from a fault"
+            )
+        return "NOT within the bounds"
+
 
 class _GradientProbe(PolicyOptimizer):
     """Hands out each step's gradient instead of applying it."""

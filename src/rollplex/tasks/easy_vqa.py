@@ -33,7 +33,9 @@ class EasyVqa:
             "test": (easy_vqa.get_test_questions, easy_vqa.get_test_image_paths),
         }
         if split not in readers:
-            raise ConfigError(f"easy_vqa has the splits train and test, found {split!r}")
+            raise ConfigError(
+                f"data.task easy_vqa has the splits train and test, found {split!r} (data.split, data.eval_split)"
+            )
         questions, paths = readers[split]
         self._questions, self._answers, self._image_ids = questions()
         self._paths: dict[int, str] = paths()

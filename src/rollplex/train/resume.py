@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from rollplex.config import Config, RunConfig
 from rollplex.config_devices import MemoryConfig
+from rollplex.config_rollout import VllmConfig
 from rollplex.errors import CheckpointError
 from rollplex.train.checkpoint_folder import newest_complete, verify_sizes
 
@@ -48,6 +49,7 @@ MAY_CHANGE = frozenset(
         "rewards.on_timeout",
         "rollout.max_decode_rows",
         "rollout.decode_graphs",
+        *(f"rollout.vllm.{name}" for name in VllmConfig.model_fields if name != "engine_dtype"),
         "train.max_steps",
         "train.micro_batch_tokens",
         "train.prefix_activations",
