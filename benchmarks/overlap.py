@@ -4,12 +4,14 @@ usage: python benchmarks/overlap.py [--settings S1 S3 S4 S4-tail] [--betas 0 0.0
 
 Decoding may use one core, every other phase two, in all arms. The arms are learners on one trainer's weights, optimizer
 and reference, which take turns on the same prompts and seeds: two trainers of one kind differ in decoding by a few
-percent for as long as they live, one trainer under two schedules does not. After each `--steps` the whole trainer is
-made anew. From the serial arm's spans comes the bound: passes that could start before the last response ends, at the
-speed of one core, as much of them as the idle core can do while groups decode. S4-tail: every tenth response is 8 times
-as long as the others. What there is to hide differs from step to step there, so savings and bounds are compared step by
-step; a step's noise is as large as a bound, so each share of one has an interval. `without_alike` is an estimate with
-less noise: it leaves out by how much passes differed that both arms took with the device to themselves, and engine
+percent for as long as they live, one trainer under two schedules does not. Each begins its steps without features of
+the prompts' pictures, and all prompts are prepared beforehand. After `--steps` the whole trainer is made anew.
+
+From the serial arm's spans comes the bound: passes that could start before the last response ends, at the speed of one
+core, as much of them as the idle core can do while groups decode. S4-tail: every tenth response is 8 times as long as
+the others. What there is to hide differs from step to step there, so savings and bounds are compared step by step; a
+step's noise is as large as a bound, so each share of one has an interval. `without_alike` is an estimate with less
+noise: it leaves out by how much passes differed that both arms took with the device to themselves, and engine
 iterations that had nothing beside them in either, as if hiding changed nothing in them, so it is too high where hiding
 makes them slower. That difference stands beside it (`alike_of_bound`, positive: faster). The last line is JSON.
 """
@@ -39,6 +41,7 @@ from overlap_shares import (
     part_of_bound,
     phase_seconds,
     share_of_bound,
+    slowdown_by_pass,
     slowness,
 )
 from rollplex.config import Config
@@ -51,7 +54,7 @@ from rollplex.runtime.learner import Learner
 from rollplex.runtime.trainer import Trainer
 from rollplex.tasks.rewards import TrainerState
 from vs_trl_arms.settings import REWARD, SETTINGS, Setting
-from vs_trl_arms.summary import block_order, provenance, write_result
+from vs_trl_arms.summary import provenance, write_result
 from vs_trl_arms.workload import counting_task, save_model, save_rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -209,14 +212,24 @@ def config_of(folder: Path, setting: Setting, beta: float, arm: Mapping[str, Any
     return Config.model_validate(tree)
 
 
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """`names` in the order of round `number`: every arm is equally often in each place, and behind each other one."""
+    start = number // 2 % len(names)
+    order = [*names[start:], *names[:start]]
+    return order[::-1] if number % 2 else order
+
+
 class Arms:
     """Learners of several arms on one trainer, each arm once per round."""
 
-    def __init__(self, names: Mapping[str, Config], *, tailed: bool, one_core: str | None = None):
-        """one_core: an arm whose passes have one core as decoding has."""
+    def __init__(self, names: Mapping[str, Config], *, tailed: bool, rounds: int, one_core: str | None = None):
+        """rounds: how many will be asked for. one_core: an arm whose passes have one core as decoding has."""
         config = next(iter(names.values()))
         self.trainer = Trainer(config)
         self.engines = TimedEngines(self.trainer.session.policy, config.rollout.max_decode_rows, tailed=tailed)
+        # All prompts beforehand: media threads would work beside the first arm of a round.
+        self.prompts = [self.trainer.feed.take(config.rollout.prompts_per_step) for _ in range(rounds)]
+        self.trainer.feed.close()
         self.learners = {name: self._learner(config, 1 if name == one_core else 2) for name, config in names.items()}
 
     def _learner(self, config: Config, threads: int) -> Learner:
@@ -235,13 +248,15 @@ class Arms:
         return learner
 
     def rounds(self, arms: Mapping[str, Arm], count: int, first: int | None) -> None:
-        """`count` rounds of `arms`, in alternating order. first: number of the first round; None: not measured."""
-        config = self.trainer.config
-        names = block_order([name for name in self.learners if name in arms], count)
+        """`count` rounds of `arms`, each arm in each place equally often. first: number of the first round; None: not
+        measured."""
+        names = [name for name in self.learners if name in arms]
         for number in range(count):
-            slots = self.trainer.feed.take(config.rollout.prompts_per_step)
-            for name in names[number * len(arms) : (number + 1) * len(arms)]:
-                state = TrainerState(global_step=self.trainer.step, max_steps=config.train.max_steps)
+            slots = self.prompts.pop()
+            for name in in_turn(names, number):
+                if (reference := self.trainer.reference) is not None:
+                    reference.policy.vision_cache.clear()  # else the first of a round encodes for the others
+                state = TrainerState(global_step=self.trainer.step, max_steps=self.trainer.config.train.max_steps)
                 counted = None if first is None else first + number
                 arms[name].step(self.learners[name], self.engines, slots, state, counted)
                 self.trainer.step += 1
@@ -262,17 +277,18 @@ def measure(folder: Path, name: str, beta: float, arguments: argparse.Namespace)
     compared = {name: arm for name, arm in arms.items() if name in ("serial", *COMPARED)}
     few = min(arguments.steps, FEW_STEPS)
     for number in range(arguments.trainers):
-        turns, begin = Arms(configs, tailed=tailed, one_core=ONE_CORE), number * arguments.steps
+        begin = number * arguments.steps
+        turns = Arms(configs, tailed=tailed, rounds=arguments.warmup + arguments.steps, one_core=ONE_CORE)
         try:
             turns.rounds(arms, arguments.warmup, None)
             turns.rounds(arms, few, begin)
             turns.rounds(compared, arguments.steps - few, begin + few)
         finally:
             turns.close()
-    return _row(name, beta, arms)
+    return _row(name, beta, arms, arguments.trainers)
 
 
-def _row(name: str, beta: float, arms: Mapping[str, Arm]) -> dict[str, Any]:
+def _row(name: str, beta: float, arms: Mapping[str, Arm], trainers: int) -> dict[str, Any]:
     serial, one_core = arms["serial"], arms[ONE_CORE]
     slow = slowness(paired(serial, one_core))
     row: dict[str, Any] = {
@@ -285,11 +301,13 @@ def _row(name: str, beta: float, arms: Mapping[str, Arm]) -> dict[str, Any]:
     }
     for arm in COMPARED:
         if arm in arms:
-            row[arm] = _compared(paired(serial, arms[arm]), slow, streaming=arm == "stream")
+            row[arm] = _compared(paired(serial, arms[arm]), slow, trainers, streaming=arm == "stream")
     return row
 
 
-def _compared(pairs: Sequence[tuple[Step, Step]], slow: Mapping[str, float], *, streaming: bool) -> dict[str, Any]:
+def _compared(
+    pairs: Sequence[tuple[Step, Step]], slow: Mapping[str, float], trainers: int, *, streaming: bool
+) -> dict[str, Any]:
     """What an arm saved against `serial`, step by step, beside what it could have."""
     saved_s = np.array([a.seconds - b.seconds for a, b in pairs])
     limits_s = bounds([a for a, _ in pairs], slow, streaming=streaming)
@@ -306,10 +324,15 @@ def _compared(pairs: Sequence[tuple[Step, Step]], slow: Mapping[str, float], *, 
         "bound_s": float(np.median(limits_s)),
         "achieved_s": float(np.median(saved_s)),
         **shares,
+        "achieved_by_trainer": [
+            float(np.median(saved) / np.median(limits)) if np.median(limits) > 0 else None
+            for saved, limits in zip(np.split(saved_s, trainers), np.split(limits_s, trainers), strict=True)
+        ],
         "saved_s": saved_s.tolist(),
         "bounds_s": limits_s.tolist(),
         "alike_s": alike_s.tolist(),
         "decode_slowdown": median(b.decode_s / a.decode_s for a, b in pairs),
+        "slowdown_by_pass": slowdown_by_pass(pairs),
         "exposed_prefix_share": median(b.exposed_prefix_s / b.seconds for _, b in pairs),
     }
 
@@ -321,7 +344,7 @@ def measure_auto(folder: Path, name: str, beta: float, arguments: argparse.Names
     arms = {arm: Arm(arm) for arm in configs}
     last: dict[str, Any] = {}
     for number in range(arguments.trainers):
-        turns = Arms(configs, tailed=tailed)
+        turns = Arms(configs, tailed=tailed, rounds=arguments.warmup + arguments.steps)
         try:
             turns.rounds(arms, arguments.warmup, None)
             turns.rounds(arms, arguments.steps, number * arguments.steps)

@@ -82,6 +82,21 @@ def alike(pairs: Sequence[tuple[Step, Step]]) -> NDArray[np.float64]:
     return np.array(found)
 
 
+def slowdown_by_pass(pairs: Sequence[tuple[Step, Step]]) -> dict[str, float]:
+    """How many times as long engine iterations take with each kind of pass beside them from begin to end, all together:
+    those of the second of each pair over the same ones of the first."""
+    seconds: dict[str, list[float]] = {}
+    for one, other in pairs:
+        passes = [span for span in other.spans if span.lane == "window"]
+        for alone, (begin_s, end_s) in zip(one.iterations, other.iterations, strict=True):
+            for span in passes:
+                if span.start_s <= begin_s and end_s <= span.end_s:
+                    both = seconds.setdefault(str(span.name), [0.0, 0.0])
+                    both[0] += alone[1] - alone[0]
+                    both[1] += end_s - begin_s
+    return {name: beside / alone for name, (alone, beside) in seconds.items()}
+
+
 def with_pass_beside(step: Step) -> set[int]:
     """Numbers of the engine iterations that had a pass of the window beside them, and of each next one, which finds
     caches as that pass left them."""

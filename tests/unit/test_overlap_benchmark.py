@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from collections import Counter
+from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 import pytest
 
-from overlap import Arm, paired
-from overlap_shares import Step, alike, alone_seconds, share_of_bound, slowness, with_pass_beside
+from overlap import Arm, in_turn, paired
+from overlap_shares import Step, alike, alone_seconds, share_of_bound, slowdown_by_pass, slowness, with_pass_beside
 from rollplex.trace import Span
 
 
@@ -67,3 +68,15 @@ def test_iterations_are_alike_where_neither_arm_had_a_pass_beside_them_or_just_b
     assert with_pass_beside(hiding) == {1, 2} and with_pass_beside(serial) == set()
     # prefill was 0.25 s slower, iterations 0, 3 and 4 by 0, 0.5 and -0.25
     assert alike([(serial, hiding)]).tolist() == [-0.25 - 0.25]
+    long = step([1.0, 2.0, 2.0, 1.5, 0.75], (1.0, 5.5))  # beside the second and the third from begin to end
+    assert slowdown_by_pass([(serial, hiding)]) == {} and slowdown_by_pass([(serial, long)]) == {"ref_prefix": 2.0}
+
+
+def test_every_arm_is_equally_often_in_each_place_and_behind_each_other_one() -> None:
+    for names in (["a", "b"], ["a", "b", "c"], ["a", "b", "c", "d"]):
+        rounds = [in_turn(names, number) for number in range(2 * len(names))]
+        assert all(sorted(order) == names for order in rounds)
+        places = Counter((place, name) for order in rounds for place, name in enumerate(order))
+        assert set(places.values()) == {2} and len(places) == len(names) ** 2
+        behind = Counter(pair for order in rounds for pair in pairwise(order))
+        assert all(behind[a, b] == behind[b, a] > 0 for a, b in permutations(names, 2) if (a, b) in behind)

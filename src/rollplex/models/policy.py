@@ -35,6 +35,12 @@ class VisionCache:
                 self.entries.move_to_end(key)
             return self.entries.get(key)
 
+    def clear(self) -> None:
+        """Forget all features."""
+        with self._lock:
+            self.entries.clear()
+            self.num_bytes = 0
+
     def put(self, key: tuple[str, bool], features: VisionFeatures) -> None:
         """Keep `features`, dropping the least recently used ones beyond the limit."""
         with self._lock:
