@@ -23,8 +23,8 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Per-token KL estimator.")
     use_bias_correction_kl: bool = Field(
         True,
-        description="Multiply the KL in the loss by the probability ratio, so that its gradient is that of the KL "
-        "whatever the estimator; off: the estimator alone, as verl does.",
+        description="Multiply the KL in the loss by the probability ratio, so that (with a ratio per token) its "
+        "gradient is that of the KL whatever the estimator; off: the estimator alone, as verl does.",
     )
     kl_in_reward: bool = Field(
         False, description="Subtract beta times the response's KL from its reward instead of adding it to the loss."

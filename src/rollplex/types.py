@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+PatchGrid = tuple[int, int, int]
+"""One image or video in patches: (frames, rows, columns), as the processors give it (`image_grid_thw`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class VideoClip:
     """Decoded frames of one video, before the processor.

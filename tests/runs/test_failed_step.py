@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -16,6 +17,7 @@ from rollplex.config import Config
 from rollplex.errors import RewardError, StateError
 from rollplex.runtime.trainer import Trainer, train
 
+FAILING = "ROLLPLEX_TEST_FAILING_GROUP"
 FAIL_AT = "ROLLPLEX_TEST_FAIL_AT"  # the reward's file is loaded as a module of its own: no variable is shared with it
 
 
@@ -65,12 +67,13 @@ def test_failure_in_the_first_step_leaves_no_checkpoint(tmp_path, monkeypatch):
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def one_fails_the_other_sleeps(completion_ids, **_):
-    """At once for the first group that is scored; half a minute for each after it."""
-    if not hasattr(one_fails_the_other_sleeps, "called"):
-        one_fails_the_other_sleeps.called = True
+async def one_fails_the_other_sleeps(completion_ids, **_):
+    """Half a minute for every group but one, which fails at once."""
+    calls = vars(one_fails_the_other_sleeps).setdefault(os.environ[FAILING], [])
+    calls.append(completion_ids)
+    if len(calls) == int(os.environ[FAILING]):
         raise OSError("no answer key")
-    time.sleep(30.0)
+    await asyncio.sleep(30.0)
     return [0.0] * len(completion_ids)
 
 
@@ -81,7 +84,9 @@ def _of(config: Config, **sections: dict[str, Any]) -> Config:
     return Config.model_validate(tree)
 
 
-def test_a_reward_that_fails_is_heard_before_others_of_its_unit_have_answered(tmp_path):
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_reward_that_fails_is_heard_before_others_of_its_unit_have_answered(tmp_path, monkeypatch, failing):
+    monkeypatch.setenv(FAILING, str(failing))
     slow = {"reward_funcs": [f"{__file__}:one_fails_the_other_sleeps"]}
     config = _of(_config(tmp_path / "run"), rewards=slow, schedule={"unit_tokens": 4096})
     begin_s = time.monotonic()

@@ -201,10 +201,22 @@ def test_a_run_resumes_with_a_cap_or_without_whatever_it_had(
     _check_resumed(tmp_path, second, uncapped)
 
 
-def test_an_evaluation_under_a_cap_holds_no_more_than_the_cap(tmp_path: Any) -> None:
+LARGE = {
+    "data__image_size": 224,
+    "data__max_prompt_tokens": 96,
+    "rollout__prompts_per_step": 8,
+    "rollout__max_decode_rows": 8,
+    "schedule__unit_tokens": 1,
+}
+
+
+@pytest.mark.parametrize("large", [{}, LARGE], ids=["small", "few rows, a prompt a pass"])
+def test_an_evaluation_under_a_cap_holds_no_more_than_the_cap(tmp_path: Any, large: dict[str, Any]) -> None:
     shape: dict[str, Any] = {"model__build": {"hidden_size": 64, "num_layers": 2}, "rollout__max_completion_length": 8}
+    shape |= large
     cap = _smallest(tmp_path, **shape)
-    options = {"data__max_prompt_tokens": 64, "data__num_rows": 64, "data__eval_split": "test", "run__memory_steps": ()}
+    options = {"data__num_rows": 64, "data__eval_split": "test", "run__memory_steps": ()}
+    options |= {} if large else {"data__max_prompt_tokens": 64}
     trainer = Trainer(_config(tmp_path, **shape, **options, memory__cap_gib=(cap + 1) / 2**30))
     try:
         trainer.run_step()

@@ -471,6 +471,14 @@ def test_max_steps_is_fixed_when_the_schedule_depends_on_it():
         check_same_run(config("cosine", 5).model_dump(mode="json"), config("cosine", 9), Path("c"))
 
 
+def test_a_run_from_before_the_kl_had_a_ratio_goes_on_without_it_or_not_at_all():
+    saved = _config(algorithm={"beta": 0.1, "mismatch_correction": "off"}).model_dump(mode="json")
+    del saved["algorithm"]["use_bias_correction_kl"]
+    check_same_run(saved, _config(algorithm={"beta": 0.1, "use_bias_correction_kl": False}), Path("c"))
+    with pytest.raises(CheckpointError, match=r"algorithm\.use_bias_correction_kl was False, is True"):
+        check_same_run(saved, _config(algorithm={"beta": 0.1}), Path("c"))
+
+
 def test_options_newer_than_the_checkpoint_have_their_defaults():
     saved = _config().model_dump(mode="json")
     del saved["rollout"]["min_p"], saved["warm_start"]

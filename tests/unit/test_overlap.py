@@ -39,7 +39,7 @@ def test_auto_takes_the_faster_side_and_says_so(cost: Cost, stays: bool) -> None
     first = 1 + 2 * PROBES
     assert {True, False} == set(opened[1:first])
     decided = opened[first:]
-    assert sum(side is not stays for side in decided) == 3 * PROBES  # one look of PROBES steps per LOOK_AGAIN
+    assert sum(side is not stays for side in decided) == 3 * PROBES  # half a look of PROBES steps per LOOK_AGAIN
     assert len(messages) == 1
     assert messages[0].startswith("overlap on" if stays else "overlap off")
     slowdown = 1.1 if stays else 1.8
@@ -64,15 +64,15 @@ def test_a_window_that_gains_nothing_stays_closed() -> None:
 
 
 def test_a_drift_of_all_steps_and_a_busy_moment_between_looks_do_not_move_it() -> None:
-    """Costs that rise by a percent a step, and three steps that take thrice as long: open stays 4 % faster."""
+    """Costs that rise by two percent a step, and three steps that take thrice as long: open stays 4 % faster."""
     control = OverlapControl("auto")
 
     def drifting(step: int, is_open: bool) -> tuple[float, float, float]:
-        pace = 1.01**step * (3.0 if 20 <= step < 23 else 1.0)
+        pace = 1.02**step * (3.0 if 20 <= step < 23 else 1.0)
         return (1.92 * pace, 0.0, 0.5) if is_open else (1.0 * pace, 1.0 * pace, 0.0)
 
     opened, messages = _run(control, 3 * LOOK_AGAIN, drifting)
-    assert len(messages) == 1 and "faster" in messages[0]
+    assert len(messages) == 1 and "4.0% faster" in messages[0]
     assert opened.count(False) == 3 * PROBES
 
 
@@ -113,3 +113,10 @@ def test_metrics_name_the_shares() -> None:
     metrics = OverlapControl("on").metrics(sample)
     assert metrics == {"overlap/open": 1.0, "overlap/hidden_s": 3.0, "overlap/hidden_time_ratio": 0.75}
     assert OverlapControl("on").metrics(StepSample(False, 0, 0.0, 0.0, 0.0))["overlap/hidden_time_ratio"] == 0.0
+
+
+@pytest.mark.parametrize("drift", [0.98, 1.02])
+def test_a_drift_is_not_taken_for_a_gain(drift: float) -> None:
+    control = OverlapControl("auto")
+    _run(control, LOOK_AGAIN, lambda step, _: (drift**step, 0.0, 0.0))
+    assert control.chosen is False and control.decode_slowdown() == pytest.approx(1.0, abs=1e-3)

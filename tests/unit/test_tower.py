@@ -19,8 +19,8 @@ from rollplex.models.adapter import adapter_for
 from rollplex.models.build import build_model, build_processor
 from rollplex.models.precision import full_float64
 from rollplex.models.tower import VisionTower
-from rollplex.models.vision_layout import LearnedGrid, PatchGrid, Runs, TowerShape, VisionLayout, vision_layout
-from rollplex.types import PromptSpec
+from rollplex.models.vision_layout import LearnedGrid, Runs, TowerShape, VisionLayout, vision_layout
+from rollplex.types import PatchGrid, PromptSpec
 
 WINDOWED = TowerShape(merge=2, patch=14, window=112)
 LEARNED = LearnedGrid(16, "bilinear", align_corners=True)

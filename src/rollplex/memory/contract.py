@@ -221,12 +221,12 @@ class _Builder:
 
     def _local_rollout(self, per_token: int) -> list[MemoryRecord]:
         """The local engine stacks the keys and values of the prompts whose responses it decodes, and drops all when it
-        ends. Responses end one by one and waiting ones take their places, so those of one prompt more may be live than
-        fill its rows. Sampling takes the logits, filtered, and their softmax and its sums in fp64
-        (rollout/sampling.py)."""
+        ends. Waiting responses take the places of those that end, and a prompt stays for its longest: where lengths
+        differ, each row may be of another prompt. Sampling takes the logits, filtered, and their softmax and its sums
+        in fp64 (rollout/sampling.py)."""
         shape = self.shape
         rows = shape.rollout_rows
-        prompts = min(shape.rollout_prompts, ceil(rows / shape.generations) + 1)
+        prompts = min(shape.rollout_prompts, rows if self.varied else ceil(rows / shape.generations) + 1)
         cache = (prompts * shape.prompt_tokens + rows * shape.response_tokens) * per_token
         formula = (
             f"({prompts} prompts x {shape.prompt_tokens} + {rows} rows x {shape.response_tokens}) tokens x {per_token} "

@@ -16,8 +16,7 @@ from rollplex.models.ranks import ALONE, TensorRanks, VocabEmbedding, VocabPart
 from rollplex.models.rotary import rotate, signed
 from rollplex.models.steady import by_rows, missing_rows
 from rollplex.models.tower import VisionTower
-from rollplex.models.vision_layout import PatchGrid
-from rollplex.types import PromptSpec
+from rollplex.types import PatchGrid, PromptSpec
 
 
 class QwenDecoder:

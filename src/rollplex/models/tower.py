@@ -22,7 +22,8 @@ from rollplex.errors import ModelError
 from rollplex.models.norms import rms_norm
 from rollplex.models.precision import is_lifted
 from rollplex.models.rotary import rotate, signed
-from rollplex.models.vision_layout import Index, LearnedGrid, PatchGrid, Runs, TowerShape, vision_layout
+from rollplex.models.vision_layout import Index, LearnedGrid, Runs, TowerShape, vision_layout
+from rollplex.types import PatchGrid
 
 
 class VisionTower:

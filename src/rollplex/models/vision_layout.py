@@ -21,8 +21,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-PatchGrid = tuple[int, int, int]
-"""Frames, rows and columns of patches of one picture or video."""
+from rollplex.types import PatchGrid
 
 Index = NDArray[np.int64]
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from rollplex.models.shapes import VisionShape
-
-Grid = tuple[int, int, int]
-"""One image or video in patches: (time, height, width), as the processors give it (`image_grid_thw`)."""
+from rollplex.types import PatchGrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class Prompt:
     """
 
     tokens: int
-    grids: tuple[Grid, ...] = ()
+    grids: tuple[PatchGrid, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or any(size < 1 for grid in self.grids for size in grid):
@@ -65,7 +63,7 @@ def video_prompt(tokens: int, visual_tokens: int, vision: VisionShape, tokens_pe
     return Prompt(tokens, ((max(1, visual_tokens // (height * width)), height * merge, width * merge),))
 
 
-def window_sizes(grid: Grid, vision: VisionShape) -> Iterator[tuple[int, int]]:
+def window_sizes(grid: PatchGrid, vision: VisionShape) -> Iterator[tuple[int, int]]:
     """(patches in a window, how many such windows) of one frame; those at the right and lower edge are cut."""
     side = vision.window_size // vision.patch_size // vision.spatial_merge_size * vision.spatial_merge_size
     _, height, width = grid

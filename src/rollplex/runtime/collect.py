@@ -104,8 +104,11 @@ class Collector:
         return tuple(self.tokenizer.batch_decode(ids, skip_special_tokens=True))
 
     def scored(self, pending: Sequence[PendingGroup]) -> list[RawGroup]:
-        """Wait for the rewards, each with a deadline."""
+        """Wait for the rewards, each with a deadline; for none of them where one has failed."""
         deadline_s = self.rewards.longest_wait_s(len(pending))
+        for item in pending:
+            if item.scores.failed():
+                item.scores.result(deadline_s)  # raises
         return [RawGroup(item.group, item.texts, item.scores.result(deadline_s)) for item in pending]
 
 

@@ -7,13 +7,14 @@ open and closed (schedule `rollplex`), so a run's bits do not depend on its timi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
 Mode = Literal["off", "on", "auto"]
 
-PROBES = 3  # steps of each side in a look
+PROBES = 4  # steps of each side in a look; even, so that neither comes first more often
 LOOK_AGAIN = 50  # steps from the begin of one look to that of the next
 MARGIN = 0.01  # share by which open must be faster: a window that gains nothing costs memory
 
@@ -38,10 +39,10 @@ class StepSample:
 class OverlapControl:
     """Opens or closes the window for the next step (`window_open`) from what the steps before took (`record`).
 
-    mode auto: looks, then keeps the side that the look found faster until the next one. A look is PROBES steps with the
-    window open and PROBES with it closed, by turns: what drifts meanwhile (lengths of responses, the machine) meets
-    both sides alike, as it would not if new steps of one side were held against old ones of the other. The first step,
-    which warms up caches, is in no look.
+    mode auto: looks, then keeps the side that the look found faster until the next one. A look is PROBES pairs of a
+    step with the window open and one with it closed, open first in every other pair, and the median of the pairs'
+    ratios decides: what drifts meanwhile (lengths of responses, the machine) cancels, as it would not if new steps of
+    one side were held against old ones of the other. The first step, which warms up caches, is in no look.
 
     Example: OverlapControl("off").window_open is False
     """
@@ -60,7 +61,7 @@ class OverlapControl:
             return False
         if self.mode == "on" or self._since < 0:
             return True
-        return self._since % 2 == 0 if self._since < 2 * PROBES else bool(self.chosen)
+        return _opens(self._since) if self._since < 2 * PROBES else bool(self.chosen)
 
     def record(self, sample: StepSample) -> str | None:
         """Take in a finished step; a sentence for the log when it changed the decision."""
@@ -74,7 +75,7 @@ class OverlapControl:
         if len(self._look) < 2 * PROBES:
             return None
         self._seen, self._look = self._look, []
-        before, self.chosen = self.chosen, self._cost(True) < (1 - MARGIN) * self._cost(False)
+        before, self.chosen = self.chosen, self._ratio(_seconds) < 1 - MARGIN
         return None if self.chosen == before else self._sentence()
 
     def metrics(self, sample: StepSample) -> dict[str, float]:
@@ -90,22 +91,33 @@ class OverlapControl:
         return values if slowdown is None else values | {"overlap/decode_slowdown": slowdown}
 
     def decode_slowdown(self) -> float | None:
-        """Decode time per token with the window open over closed, medians of the last look; None: there was none."""
-        if not self._seen:
-            return None
-        open_s, closed_s = (
-            median(s.decode_s / max(s.tokens, 1) for s in self._seen if s.open is side) for side in (True, False)
-        )
-        return open_s / closed_s if closed_s else None
+        """Decode time per token with the window open over closed, in the last look; None: there was none."""
+        return self._ratio(_decode_seconds) if self._seen else None
 
-    def _cost(self, side: bool) -> float:
-        return median(sample.seconds_per_token for sample in self._seen if sample.open is side)
+    def _ratio(self, cost: Callable[[StepSample], float]) -> float:
+        """Open over closed: the median over the pairs of the last look."""
+        pairs = [self._seen[at : at + 2] for at in range(0, len(self._seen), 2)]
+        costs = [(cost(one), cost(other)) if one.open else (cost(other), cost(one)) for one, other in pairs]
+        return median(opened / closed if closed else 1.0 for opened, closed in costs)
 
     def _sentence(self) -> str:
-        gain = 1 - self._cost(True) / self._cost(False) if self._cost(False) else 0.0
+        gain = 1 - self._ratio(_seconds)
         hidden = median(sample.hidden_s for sample in self._seen if sample.open)
         return (
             f"overlap {'on' if self.chosen else 'off'}: with passes beside decoding, decoding takes "
-            f"{self.decode_slowdown() or 1.0:.2f} times as long, {hidden:.3g} s a step are hidden, and rollout and "
+            f"{self._ratio(_decode_seconds):.2f} times as long, {hidden:.3g} s a step are hidden, and rollout and "
             f"update together are {abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
         )
+
+
+def _opens(number: int) -> bool:
+    """Whether step `number` of a look has the window open: open, closed, closed, open, and so on."""
+    return number % 4 in (0, 3)
+
+
+def _seconds(sample: StepSample) -> float:
+    return sample.seconds_per_token
+
+
+def _decode_seconds(sample: StepSample) -> float:
+    return sample.decode_s / max(sample.tokens, 1)

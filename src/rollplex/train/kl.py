@@ -34,8 +34,9 @@ def token_kl(logp_T: torch.Tensor, ref_logp_T: torch.Tensor, estimator: KlEstima
 
 
 def unbiased(kl_T: torch.Tensor, ratio_T: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """`token_kl` whose gradient is the KL's on average, whichever weights sampled. k2's is so already on-policy: the
-    ratio weighs it and gets no gradient through it."""
+    """`token_kl` whose gradient is the KL's on average, whichever weights sampled, for a ratio per token. k2's is so
+    already on-policy: the ratio weighs it and gets no gradient through it. A ratio of whole responses (`level`
+    sequence) shares its gradient out among their tokens, and only k2 keeps that property: TRL's term all the same."""
     return kl_T * (ratio_T.detach() if estimator == "k2" else ratio_T)
 
 

@@ -1,8 +1,8 @@
 """Policy losses on packed tokens. One definition of every mask, ratio and reduction; docs/losses.md has the formulas.
 
-A loss is a sum over tokens: loss = sum_t scale_t * mask_t * (weight_t * policy_t + beta * kl_t). `scale_t` holds the
-whole normalisation and depends only on the token's own response and on `LossTotals` of the optimizer step. So the
-losses of micro-batches, each of whole responses, add up to the loss of the step for every partition.
+A loss is a sum over tokens: loss = sum_t scale_t * mask_t * (weight_t * policy_t + beta * ratio_t * kl_t). `scale_t`
+holds the whole normalisation and depends only on the token's own response and on `LossTotals` of the optimizer step.
+So the losses of micro-batches, each of whole responses, add up to the loss of the step for every partition.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ def policy_loss(batch: LossBatch, totals: LossTotals, settings: LossSettings) ->
         kl_T = torch.where(mask_T, token_kl(batch.logp_T, ref_logp_T, settings.kl_estimator), 0.0)
         if settings.beta != 0.0:
             if settings.kl_by_ratio:
-                kl_T = unbiased(kl_T, ratio.per_token(batch), settings.kl_estimator)
+                # rloo's ratio, of a whole response and clipped in the policy term alone, can be of any size.
+                by = log_ratio_T.exp() if settings.loss_type == "rloo" else ratio.per_token(batch)
+                kl_T = unbiased(kl_T, by, settings.kl_estimator)
             loss = policy + settings.beta * (scale_T * kl_T).sum()
     with torch.no_grad():
         metrics = _metrics(

@@ -60,6 +60,10 @@ MAY_CHANGE = frozenset(
 )
 
 
+# What runs did before an option was there, where that is not its default.
+_BEFORE: dict[str, dict[str, Any]] = {"algorithm": {"use_bias_correction_kl": False}}
+
+
 def resolve_resume(run: RunConfig) -> Path | None:
     """The checkpoint that `run.resume_from_checkpoint` means; None to start afresh ('auto' with no checkpoint yet).
 
@@ -99,20 +103,29 @@ def check_same_run(saved: Mapping[str, Any], config: Config, folder: Path) -> No
 
 
 def changed_options(saved: Mapping[str, Any], config: Config, folder: Path) -> dict[str, tuple[Any, Any]]:
-    """(value saved, value now) of each option that differs, by its key; options newer than `saved` had their defaults.
+    """(value saved, value now) of each option that differs, by its key; options newer than `saved` had their defaults,
+    or what _BEFORE says. Of `algorithm.mismatch_correction` it is what it comes to.
 
     Raises CheckpointError when `saved`, found in `folder`, is no configuration that this version knows.
     """
     try:
-        complete = Config.model_validate(saved)
+        complete = Config.model_validate(_completed(saved))
     except ValidationError as error:
         raise CheckpointError(
             f"{folder} has a configuration that this version does not know: {error.errors()[0]['loc']}: "
             f"{error.errors()[0]['msg']}; resume with the version that wrote it"
         ) from error
-    before, now = (dict(_leaves(c.model_dump(mode="json"))) for c in (complete, config))
+    before, now = (
+        dict(_leaves(c.model_dump(mode="json"))) | {"algorithm.mismatch_correction": c.mismatch_correction}
+        for c in (complete, config)
+    )
     keys = sorted(before.keys() | now.keys())
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+
+
+def _completed(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    sections = {name: {**options, **saved.get(name, {})} for name, options in _BEFORE.items() if name in saved}
+    return {**saved, **sections}
 
 
 def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
