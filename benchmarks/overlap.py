@@ -325,7 +325,7 @@ def _compared(
         "achieved_s": float(np.median(saved_s)),
         **shares,
         "achieved_by_trainer": [
-            float(np.median(saved) / np.median(limits)) if np.median(limits) > 0 else None
+            share_of_bound(saved, limits)[0] if np.median(limits) > 0 else None
             for saved, limits in zip(np.split(saved_s, trainers), np.split(limits_s, trainers), strict=True)
         ],
         "saved_s": saved_s.tolist(),

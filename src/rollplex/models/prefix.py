@@ -85,9 +85,14 @@ class PrefixPack:
         self.graph, self.keys, self.values = None, [], []
         self.grad_keys, self.grad_values, self.grad_hidden_GC = [], [], None
 
+    def rows(self, number: int) -> slice:
+        """Rows of prompt `number`."""
+        start = sum(self.lengths[:number])
+        return slice(start, start + self.lengths[number])
+
     def kv(self, layer: int, first: int, count: int, *, with_grads: bool) -> PrefixKV:
         """Views (G, K, P, D) of the `count` equally long prompts from number `first` on in `layer`."""
-        start, length = sum(self.lengths[:first]), self.lengths[first]
+        start, length = self.rows(first).start, self.lengths[first]
         part = slice(start, start + count * length)
         tensors = [self.keys[layer], self.values[layer]]
         if with_grads:

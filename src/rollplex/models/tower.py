@@ -10,7 +10,10 @@ path (`QwenDecoder.encode`) still runs transformers' forward, which `rollplex ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,8 @@ from rollplex.models.precision import is_lifted
 from rollplex.models.rotary import rotate, signed
 from rollplex.models.vision_layout import Index, LearnedGrid, Runs, TowerShape, vision_layout
 from rollplex.types import PatchGrid
+
+_PLANS_KEPT, _PATCHES_KEPT = 8, 4096  # 21 MB at most for heads of 80
 
 
 class VisionTower:
@@ -41,6 +46,8 @@ class VisionTower:
                 "without padding, dilation or groups: this tower needs an adapter of its own (docs/add-a-model.md)"
             )
         self._visual = visual
+        self._plans: OrderedDict[Any, _Plan] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()  # passes run in several threads
         self._shape = TowerShape(
             merge=visual.spatial_merge_size,
             patch=visual.patch_size,
@@ -55,33 +62,71 @@ class VisionTower:
     def __call__(self, pixels_NP: torch.Tensor, grids: Sequence[PatchGrid]) -> tuple[torch.Tensor, ...]:
         """Merged tokens (N / merge^2, width of the decoder), then those of each deepstack level, in the order of
         `grids`. pixels_NP: the patches of all grids, in the weights' dtype, on their device."""
-        visual, layout, device = self._visual, vision_layout(grids, self._shape), pixels_NP.device
+        visual = self._visual
         # All indices before the first product: a copy from the host waits for what was queued before it.
-        frames = _Attention(layout.frames, device)
-        windows = None if layout.windows is None else _Attention(layout.windows, device)
-        tokens, tokens_back = _there_and_back(layout.tokens, device)
-        cos_ND, sin_ND = visual.rotary_pos_emb(pixels_NP, torch.from_numpy(layout.positions).to(device))
-        rotation = _Rotation(cos_ND.unsqueeze(1), sin_ND.unsqueeze(1), pixels_NP.dtype)
-        learned = layout.learned
-        if learned is not None:
-            taps, weights = (torch.from_numpy(part).to(device) for part in (learned.taps, learned.weights))
+        plan = self._planned(pixels_NP, tuple(grids))
+        tokens = plan.tokens
+        if plan.learned is not None:
+            taps, weights = plan.learned
             positions_NC = (visual.pos_embed(taps) * weights[:, :, None]).sum(1)
 
         projection = visual.patch_embed.proj
         x_NC = F.linear(pixels_NP, projection.weight.flatten(1), projection.bias)
-        if learned is not None:
+        if plan.learned is not None:
             x_NC = x_NC + positions_NC.to(x_NC.dtype)
         if tokens is not None:
             x_NC = x_NC.view(len(tokens), -1).index_select(0, tokens).view(x_NC.shape)
         levels: list[torch.Tensor] = []
         for number, block in enumerate(visual.blocks):
-            attention = frames if windows is None or number in self._full else windows
-            x_NC = x_NC + _attend(block.attn, _norm(block.norm1, x_NC), rotation, attention)
+            attention = plan.frames if plan.windows is None or number in self._full else plan.windows
+            x_NC = x_NC + _attend(block.attn, _norm(block.norm1, x_NC), plan.rotation, attention)
             x_NC = x_NC + block.mlp(_norm(block.norm2, x_NC))
             if number in self._deepstack:
                 levels.append(visual.deepstack_merger_list[self._deepstack[number]](x_NC))
         parts = (visual.merger(x_NC), *levels)
-        return parts if tokens_back is None else tuple(part.index_select(0, tokens_back) for part in parts)
+        return parts if plan.tokens_back is None else tuple(part.index_select(0, plan.tokens_back) for part in parts)
+
+    def _planned(self, pixels_NP: torch.Tensor, grids: tuple[PatchGrid, ...]) -> _Plan:
+        """Kept for few patches, whose tables are small and cost as many calls as a block and a half."""
+        key = (grids, pixels_NP.device, pixels_NP.dtype, is_lifted())
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                return self._plans[key]
+        with torch.inference_mode(False), torch.no_grad():  # whoever came first: another's backward may save them
+            plan = self._plan(pixels_NP, grids)
+        if pixels_NP.shape[0] <= _PATCHES_KEPT:
+            with self._lock:
+                self._plans[key] = plan
+                while len(self._plans) > _PLANS_KEPT:
+                    self._plans.popitem(last=False)
+        return plan
+
+    def _plan(self, pixels_NP: torch.Tensor, grids: Sequence[PatchGrid]) -> _Plan:
+        layout, device = vision_layout(grids, self._shape), pixels_NP.device
+        cos_ND, sin_ND = self._visual.rotary_pos_emb(pixels_NP, torch.from_numpy(layout.positions).to(device))
+        learned = layout.learned
+        return _Plan(
+            _Attention(layout.frames, device),
+            None if layout.windows is None else _Attention(layout.windows, device),
+            *_there_and_back(layout.tokens, device),
+            _Rotation(cos_ND.unsqueeze(1), sin_ND.unsqueeze(1), pixels_NP.dtype),
+            None
+            if learned is None
+            else (torch.from_numpy(learned.taps).to(device), torch.from_numpy(learned.weights).to(device)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a pass over some grids needs beside pixels and weights, on their device."""
+
+    frames: _Attention
+    windows: _Attention | None
+    tokens: torch.Tensor | None
+    tokens_back: torch.Tensor | None
+    rotation: _Rotation
+    learned: tuple[torch.Tensor, torch.Tensor] | None  # taps and weights
 
 
 class _Rotation:
@@ -92,6 +137,8 @@ class _Rotation:
         self._tables = cos_N1D.to(self._inner), signed(sin_N1D.to(self._inner))
 
     def __call__(self, x_NHD: torch.Tensor) -> torch.Tensor:
+        if self._inner is self._outer:  # a call that changes nothing is a call all the same
+            return rotate(x_NHD, *self._tables)
         return rotate(x_NHD.to(self._inner), *self._tables).to(self._outer)
 
 
@@ -106,10 +153,17 @@ class _Attention:
         """Rows in the order of the runs."""
         return x_NHD if self._order is None else x_NHD.index_select(0, self._order)
 
+    def _runs(self, *tensors: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]:
+        """Each length's runs: count and length, and their rows of both tensors."""
+        if len(self._groups) == 1:
+            return zip(self._groups, *((tensor,) for tensor in tensors), strict=True)
+        rows = [count * length for count, length in self._groups]
+        return zip(self._groups, *(tensor.split(rows) for tensor in tensors), strict=True)
+
     def __call__(self, qk_NHD: torch.Tensor, v_NHD: torch.Tensor, scale: float) -> torch.Tensor:
         """Of ordered rows; qk_NHD: queries of all heads, then keys. Returns (N, heads, D) in the blocks' order."""
-        rows, parts = [count * length for count, length in self._groups], []
-        for (count, length), qk, values in zip(self._groups, qk_NHD.split(rows), v_NHD.split(rows), strict=True):
+        parts = []
+        for (count, length), qk, values in self._runs(qk_NHD, v_NHD):
             q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (*qk.chunk(2, 1), values))
             parts.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
         out_NHD = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from rollplex.models.fused import FusedLayer, fuse_layer
 from rollplex.models.norms import rms_norm
@@ -78,11 +79,14 @@ class DecodeModel:
         x_BC = self.adapter.embed(tokens_B)
         cos_B1D = self.cos_M1D.index_select(0, positions_B)
         sin_B1D = self.sin_M1D.index_select(0, positions_B)
+        heads = [shape.num_heads, shape.num_kv_heads]
         for number, (layer, fused) in enumerate(zip(self.adapter.layers, self.fused, strict=True)):
             qk_BJD, v_BKD = self._projections(layer, fused, rms_norm(layer.input_layernorm, x_BC))
             qk_BJD = turn(qk_BJD, cos_B1D, sin_B1D)
-            q_BHD, k_BKD = qk_BJD[:rows, : shape.num_heads], qk_BJD[:rows, shape.num_heads :]
-            mixed_BC = caches.attend(number, q_BHD, k_BKD, v_BKD[:rows] if missing else v_BKD)
+            if missing:
+                qk_BJD, v_BKD = qk_BJD[:rows], v_BKD[:rows]
+            q_BHD, k_BKD = qk_BJD.split_with_sizes(heads, dim=1)
+            mixed_BC = caches.attend(number, q_BHD, k_BKD, v_BKD)
             if missing:
                 mixed_BC = F.pad(mixed_BC, (0, 0, 0, missing))
             x_BC = self._add_linear(x_BC, mixed_BC, layer.self_attn.o_proj)
@@ -98,7 +102,7 @@ class DecodeModel:
             qkv_BC = torch.cat([m(h_BC) for m in (attention.q_proj, attention.k_proj, attention.v_proj)], dim=-1)
         qkv_BJD = qkv_BC.view(qkv_BC.shape[0], -1, shape.head_dim)
         num_qk = shape.num_heads + shape.num_kv_heads
-        qk_BJD, v_BKD = qkv_BJD[:, :num_qk], qkv_BJD[:, num_qk:]
+        qk_BJD, v_BKD = qkv_BJD.split_with_sizes([num_qk, shape.num_kv_heads], dim=1)
         if self.has_qk_norm:
             q_BHD = rms_norm(attention.q_norm, qk_BJD[:, : shape.num_heads])
             k_BKD = rms_norm(attention.k_norm, qk_BJD[:, shape.num_heads :])
@@ -117,7 +121,7 @@ class DecodeModel:
         if self.ranks.size > 1:
             return x_BC + self.ranks.total(module(h_BI))
         if type(module) is nn.Linear and module.bias is None:
-            return torch.addmm(x_BC, h_BI, module.weight.t())
+            return torch.addmm(x_BC, h_BI, module.weight.T)
         return x_BC + module(h_BI)
 
 
@@ -167,21 +171,19 @@ class PromptCache:
         return Places(self.keys[layer], self.values[layer], self.bias_G1P)
 
     def _stack(self) -> None:
-        views = [
-            [pack.kv(layer, number, 1, with_grads=False) for pack, number in self.parts.values()]
-            for layer in range(self.shape.num_layers)
-        ]
-        lengths = [kv.k_GKPD.shape[2] for kv in views[0]]
+        """In few calls: decoding's first step has the first passes of the window beside it (models/norms.py)."""
+        rows = [pack.rows(number) for pack, number in self.parts.values()]
+        lengths = [part.stop - part.start for part in rows]
         longest = max(lengths)
         self.keys, self.values = [], []
-        for layer in views:
-            keys = layer[0].k_GKPD.new_zeros(len(layer), self.shape.num_kv_heads, self.shape.head_dim, longest)
-            values = layer[0].k_GKPD.new_zeros(len(layer), self.shape.num_kv_heads, longest, self.shape.head_dim)
-            for slot, kv in enumerate(layer):
-                keys[slot, :, :, : lengths[slot]] = kv.k_GKPD[0].transpose(1, 2) * self.root_scaling
-                values[slot, :, : lengths[slot]] = kv.v_GKPD[0]
-            self.keys.append(keys)
-            self.values.append(values)
+        for layer in range(self.shape.num_layers):
+            keys, values = (
+                pad_sequence([tensors[layer][part] for tensors, part in zip(held, rows, strict=True)], batch_first=True)
+                for held in zip(*((pack.keys, pack.values) for pack, _ in self.parts.values()), strict=True)
+            )
+            scaled = keys.new_empty(len(rows), self.shape.num_kv_heads, self.shape.head_dim, longest)
+            self.keys.append(torch.mul(keys.permute(0, 2, 3, 1), self.root_scaling, out=scaled))
+            self.values.append(values.transpose(1, 2).contiguous())
         self.bias_G1P = None
         if min(lengths) < longest:
             behind = torch.arange(longest, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]

@@ -52,19 +52,20 @@ def attend(q_BHD: torch.Tensor, prompt: Places, suffix: Places, grid: Grid) -> t
     to_prompt = product(q_GKSD, prompt.keys)
     if prompt.bias is not None:
         to_prompt += prompt.bias
-    prompt_tokens = to_prompt.shape[-1]
-    to_prompt = _to_rows(to_prompt, grid, repeat)
     to_suffix = product(q_BKED, suffix.keys.transpose(2, 3))
     if suffix.bias is not None:
         to_suffix += suffix.bias
-    weights = _softmax(torch.cat((to_prompt, to_suffix), dim=-1))
-    mixed = product(weights[..., prompt_tokens:], suffix.values)
-    over_prompt = weights[..., :prompt_tokens]
-    if grid.rows_GN is not None:
-        over_prompt = over_prompt.index_select(0, grid.rows_GN)
-    over_prompt = over_prompt.view(*by_group, prompt_tokens).transpose(1, 2)
-    over_prompt = over_prompt.reshape(groups, num_kv, width * repeat, prompt_tokens)
-    mixed = mixed + _to_rows(product(over_prompt, prompt.values), grid, repeat)
+    parts = [to_prompt.shape[-1], to_suffix.shape[-1]]
+    if grid.rows_GN is None:  # (G, N, K, E, P + R), joined from where the scores lie
+        scores = torch.cat((_by_row(to_prompt, grid, repeat), to_suffix.view(*by_group, parts[1])), dim=-1)
+        over_prompt, over_suffix = _softmax(scores).split_with_sizes(parts, dim=-1)
+        over_suffix = over_suffix.view(rows, num_kv, repeat, parts[1])
+    else:
+        scores = torch.cat((_to_rows(to_prompt, grid, repeat), to_suffix), dim=-1)
+        over_prompt, over_suffix = _softmax(scores).split_with_sizes(parts, dim=-1)
+        over_prompt = over_prompt.index_select(0, grid.rows_GN).view(*by_group, parts[0])
+    over_prompt = over_prompt.transpose(1, 2).reshape(groups, num_kv, width * repeat, parts[0])
+    mixed = product(over_suffix, suffix.values) + _to_rows(product(over_prompt, prompt.values), grid, repeat)
     return mixed.view(rows, -1)
 
 
@@ -74,13 +75,17 @@ def bias_where(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bias.masked_fill_(hidden, float("-inf"))[..., None, None, :]
 
 
+def _by_row(x_GKSx: torch.Tensor, grid: Grid, repeat: int) -> torch.Tensor:
+    """(G, K, N * E, x) -> (G, N, K, E, x), a view."""
+    return x_GKSx.view(*x_GKSx.shape[:2], grid.width, repeat, x_GKSx.shape[3]).transpose(1, 2)
+
+
 def _to_rows(x_GKSx: torch.Tensor, grid: Grid, repeat: int) -> torch.Tensor:
     """(G, K, N * E, x) -> (B, K, E, x)."""
-    groups, num_kv, _, last = x_GKSx.shape
-    cells = x_GKSx.view(groups, num_kv, grid.width, repeat, last).transpose(1, 2)
-    if grid.cells_B is None and groups == 1:
+    cells = _by_row(x_GKSx, grid, repeat)
+    if grid.cells_B is None and grid.groups == 1:
         return cells[0]
-    cells = cells.reshape(groups * grid.width, num_kv, repeat, last)
+    cells = cells.flatten(0, 1)
     return cells if grid.cells_B is None else cells.index_select(0, grid.cells_B)
 
 
