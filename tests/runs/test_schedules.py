@@ -375,7 +375,7 @@ def test_a_part_of_a_gpu_that_is_not_there_is_refused() -> None:
         ({"window_threads": 1, "overlap": "off"}, {}, "schedule.window_threads 1 .*: nothing runs beside decoding"),
         ({"window_sms": 8, "overlap": "off"}, {}, "schedule.window_sms 8 .*: nothing runs beside decoding"),
         ({"window_sms": 8}, {}, "schedule.window_sms does nothing on a CPU"),
-        ({"name": "strem"}, {}, "schedule 'strem' is unknown; needed one of serial, rollplex, stream"),
+        ({"name": "strem"}, {}, "schedule.name 'strem' is unknown; needed one of serial, rollplex, stream"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_the_start(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from rollplex.errors import DeadlineError, StateError
@@ -148,6 +149,8 @@ class InProcessExecutor:
         self._bodies, self._lanes, self._window, self._watch = bodies, lanes, window, watch
         self._pass_timeout_s, self._counting = pass_timeout_s, counting
         self._inline: deque[Launch] = deque()
+        self._iterations = 0  # of the engine
+        self._waiting: deque[Launch] = deque()  # passes for the window that wait for the first of them
         self._decoding: set[int] = set()
         self._rewarding: set[int] = set()
         self._passes: dict[Task, Future[None]] = {}
@@ -166,8 +169,9 @@ class InProcessExecutor:
             self._rewarding.add(_group(task))
             self._bodies.begin_reward(_group(task), lambda: self._news.put(None))
         elif launch.lane is Lane.WINDOW and self._decoding:
-            self._deadlines_s[task] = time.monotonic() + self._pass_timeout_s
-            self._passes[task] = self._window.submit(lambda: self._pass(task))
+            self._waiting.append(launch)
+            if self._iterations:
+                self._begin_passes()
         elif launch.lane is Lane.WINDOW:  # beside groups whose ends the schedule is yet to hear of: nothing decodes
             self._inline.append(Launch(task, Lane.MAIN))
         else:
@@ -193,6 +197,7 @@ class InProcessExecutor:
             self._window.left_behind = ", ".join(str(task) for task in self._passes)
             logger.warning("%s still runs and is left behind", self._window.left_behind)
         self._inline.clear()
+        self._waiting.clear()
         self._decoding.clear()
 
     def run_rollout(self, num_groups: int) -> None:
@@ -242,9 +247,23 @@ class InProcessExecutor:
         self.decode_s += seconds
         self.hidden_s += seconds if beside else 0.0
         self._watch.add(Phase.DECODE, seconds)
+        self._iterations += 1
         for group in complete:
             self._decoding.remove(group)
             self._ended.append(Task(Phase.DECODE, group))
+        self._begin_passes()
+
+    def _begin_passes(self) -> None:
+        """Passes beside decoding begin with its second iteration: the first builds caches, in so many small calls that
+        a pass beside it would slow it down by half (docs/lab-notes.md)."""
+        while self._waiting:
+            launch = self._waiting.popleft()
+            if not self._decoding:  # that one iteration was all: the whole device is free
+                self._inline.append(Launch(launch.task, Lane.MAIN))
+                continue
+            task = launch.task
+            self._deadlines_s[task] = time.monotonic() + self._pass_timeout_s
+            self._passes[task] = self._window.submit(partial(self._pass, task))
 
     def _hear(self, *, block: bool) -> None:
         """Take in what other threads report; block: wait for the first report, with a deadline."""
