@@ -213,7 +213,8 @@ def config_of(folder: Path, setting: Setting, beta: float, arm: Mapping[str, Any
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:
-    """`names` in the order of round `number`: every arm is equally often in each place, and behind each other one."""
+    """`names` in the order of round `number`: over 2 x len(names) rounds every arm is equally often in each place, and
+    of up to three also behind each other one."""
     start = number // 2 % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if number % 2 else order
@@ -248,8 +249,7 @@ class Arms:
         return learner
 
     def rounds(self, arms: Mapping[str, Arm], count: int, first: int | None) -> None:
-        """`count` rounds of `arms`, each arm in each place equally often. first: number of the first round; None: not
-        measured."""
+        """`count` rounds of `arms`, by turns (`in_turn`). first: number of the first round; None: not measured."""
         names = [name for name in self.learners if name in arms]
         for number in range(count):
             slots = self.prompts.pop()

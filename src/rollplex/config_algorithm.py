@@ -63,3 +63,8 @@ class AlgorithmConfig(Section):
     dynamic_sampling_exhausted: Literal["train", "skip", "stop"] = Field(
         "train", description="After the last round: train on what there is, skip the step, or stop."
     )
+
+    @property
+    def kl_by_ratio(self) -> bool:
+        """Whether there is a KL in the loss, multiplied by the ratio."""
+        return self.use_bias_correction_kl and self.beta > 0 and not self.kl_in_reward

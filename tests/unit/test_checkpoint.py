@@ -477,6 +477,10 @@ def test_a_run_from_before_the_kl_had_a_ratio_goes_on_without_it_or_not_at_all()
     check_same_run(saved, _config(algorithm={"beta": 0.1, "use_bias_correction_kl": False}), Path("c"))
     with pytest.raises(CheckpointError, match=r"algorithm\.use_bias_correction_kl was False, is True"):
         check_same_run(saved, _config(algorithm={"beta": 0.1}), Path("c"))
+    for no_kl_in_the_loss in ({"beta": 0.0}, {"beta": 0.1, "kl_in_reward": True}):
+        saved = _config(algorithm=no_kl_in_the_loss).model_dump(mode="json")
+        del saved["algorithm"]["use_bias_correction_kl"]
+        check_same_run(saved, _config(algorithm=no_kl_in_the_loss), Path("c"))
 
 
 def test_options_newer_than_the_checkpoint_have_their_defaults():

@@ -222,6 +222,17 @@ def test_rloo_ratio_is_the_whole_response_and_gspo_its_geometric_mean() -> None:
         assert values["ratio/mean"] == pytest.approx(wanted, rel=1e-12)
 
 
+def test_the_kl_of_rloo_is_weighed_token_by_token_whatever_the_ratio_of_the_response() -> None:
+    batch, totals = random_batch([3], [True]), LossTotals.of_step([3], [True])
+    assert batch.old_logp_T is not None and batch.ref_logp_T is not None
+    with_kl, without = (loss_and_grad(batch, totals, settings_of("rloo", beta=beta)) for beta in (0.5, 0.0))
+    logp = batch.logp_T.clone().requires_grad_()
+    d = batch.ref_logp_T - logp
+    (0.5 * ((logp - batch.old_logp_T).exp() * (d.exp() - 1 - d)).sum()).backward()  # one response: scale 1
+    assert logp.grad is not None
+    torch.testing.assert_close(with_kl[1] - without[1], logp.grad, rtol=1e-12, atol=1e-14)
+
+
 def test_delta_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
     batch = LossBatch(
         torch.tensor([0.0]), torch.tensor([-5.0]), None, torch.tensor([-1.0]), torch.tensor([0]), torch.tensor([True])

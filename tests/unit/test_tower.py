@@ -202,3 +202,36 @@ def test_without_windows_the_order_stays(grids: list[PatchGrid]) -> None:
     frames = get_vision_cu_seqlens(torch.tensor(grids)).tolist()
     right = {frozenset(range(a, b)) for a, b in zip(frames[:-1], frames[1:], strict=True)}
     assert set(members(layout.frames, rows)) == right
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_plan_made_in_inference_mode_serves_a_later_backward_and_gives_the_same_bits(family: str) -> None:
+    visual, grids = visual_of(family, torch.float32), MIXES["unequal"]
+    pixels, tower = pixels_of(visual, grids, torch.float32), VisionTower(visual)
+    with torch.inference_mode():
+        first = tower(pixels, grids)
+    held = list(tower.kept_tensors())
+    parts, found = with_gradients(visual, lambda: tower(pixels, grids))
+    assert held and all(one is other for one, other in zip(held, tower.kept_tensors(), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(first, parts, strict=True))
+    fresh, right = with_gradients(visual, lambda: VisionTower(visual)(pixels, grids))
+    assert all(torch.equal(one, other) for one, other in zip(fresh, parts, strict=True))
+    assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
+
+
+def test_few_plans_are_kept_and_none_of_many_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    visual = visual_of("qwen2_5_vl", torch.float32)
+    tower = VisionTower(visual)
+
+    def bytes_after(grids: list[PatchGrid]) -> int:
+        with torch.no_grad():
+            tower(pixels_of(visual, grids, torch.float32), grids)
+        return sum(tensor.nbytes for tensor in tower.kept_tensors())
+
+    monkeypatch.setattr("rollplex.models.tower._PLANS_KEPT", 2)
+    one = bytes_after([(1, 4, 4)])
+    assert bytes_after([(1, 4, 4)]) == one < bytes_after([(1, 4, 6)])
+    two = bytes_after([(1, 4, 8)])
+    assert bytes_after([(1, 4, 8)]) == two  # (1, 4, 4) has gone
+    monkeypatch.setattr("rollplex.models.tower._PATCHES_KEPT", 63)
+    assert bytes_after([(1, 8, 8)]) == two

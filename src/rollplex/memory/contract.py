@@ -222,16 +222,16 @@ class _Builder:
     def _local_rollout(self, per_token: int) -> list[MemoryRecord]:
         """The local engine stacks the keys and values of the prompts whose responses it decodes, and drops all when it
         ends. Waiting responses take the places of those that end, and a prompt stays for its longest: where lengths
-        differ, each row may be of another prompt. Sampling takes the logits, filtered, and their softmax and its sums
-        in fp64 (rollout/sampling.py)."""
+        differ, each row may be of another prompt. Then a layer's keys are there twice while they are stacked anew.
+        Sampling takes the logits, filtered, and their softmax and its sums in fp64 (rollout/sampling.py)."""
         shape = self.shape
         rows = shape.rollout_rows
         prompts = min(shape.rollout_prompts, rows if self.varied else ceil(rows / shape.generations) + 1)
         cache = (prompts * shape.prompt_tokens + rows * shape.response_tokens) * per_token
-        formula = (
-            f"({prompts} prompts x {shape.prompt_tokens} + {rows} rows x {shape.response_tokens}) tokens x {per_token} "
-            f"bytes at TP{shape.rollout_tp}"
-        )
+        if rows < shape.rollout_prompts * shape.generations:
+            cache += prompts * shape.prompt_tokens * per_token // (2 * shape.model.text.num_layers)
+        tokens = f"{prompts} prompts x {shape.prompt_tokens} + {rows} rows x {shape.response_tokens}"
+        formula = f"({tokens}) tokens x {per_token} bytes at TP{shape.rollout_tp}"
         sampling = rows * shape.model.text.vocab_size * (2 * shape.dtype_bytes + 3 * 8)
         return [
             self._local("rollout KV cache", {Phase.DECODE: cache}, formula),

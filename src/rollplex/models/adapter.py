@@ -8,7 +8,7 @@ so a layer can be run again for activation checkpointing, and LoRA (which replac
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,6 +92,9 @@ class VlmAdapter(Protocol):
 
     def full_hidden(self, batch: FullBatch) -> torch.Tensor:
         """The ordinary full-sequence forward through transformers' own decoder: (B, S, C) after the final norm."""
+
+    def kept_tensors(self) -> Iterable[torch.Tensor]:
+        """What stays from pass to pass beside the model's parameters and buffers: held memory (run.memory_steps)."""
 
     def finish(self, layer: nn.Module, x_TC: torch.Tensor, attention_TC: torch.Tensor) -> torch.Tensor:
         """Output projection, residual and MLP: the layer's output (T, C)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,9 @@ class QwenDecoder:
         x_TC = x_TC + self.ranks.leave(by_rows(layer.self_attn.o_proj, attention_TC))
         h_TC = self.ranks.enter(rms_norm(layer.post_attention_layernorm, x_TC))
         return x_TC + self.ranks.leave(by_rows(layer.mlp, h_TC))
+
+    def kept_tensors(self) -> Iterable[torch.Tensor]:
+        return self._tower.kept_tensors()
 
     def full_hidden(self, batch: FullBatch) -> torch.Tensor:
         if self.ranks.size > 1:

@@ -28,7 +28,7 @@ from rollplex.models.rotary import rotate, signed
 from rollplex.models.vision_layout import Index, LearnedGrid, Runs, TowerShape, vision_layout
 from rollplex.types import PatchGrid
 
-_PLANS_KEPT, _PATCHES_KEPT = 8, 4096  # 21 MB at most for heads of 80
+_PLANS_KEPT, _PATCHES_KEPT = 8, 2048  # 11 MB at most for heads of 80
 
 
 class VisionTower:
@@ -86,8 +86,19 @@ class VisionTower:
         parts = (visual.merger(x_NC), *levels)
         return parts if plan.tokens_back is None else tuple(part.index_select(0, plan.tokens_back) for part in parts)
 
+    def kept_tensors(self) -> Iterator[torch.Tensor]:
+        """What stays from pass to pass."""
+        with self._lock:
+            plans = list(self._plans.values())
+        for plan in plans:
+            yield from plan.rotation.tables
+            yield from (t for t in (plan.tokens, plan.tokens_back, *(plan.learned or ())) if t is not None)
+            for attention in (plan.frames, plan.windows):
+                yield from () if attention is None else attention.indices
+
     def _planned(self, pixels_NP: torch.Tensor, grids: tuple[PatchGrid, ...]) -> _Plan:
-        """Kept for few patches, whose tables are small and cost as many calls as a block and a half."""
+        """Kept for few patches, whose tables are small and cost as many calls as a block and a half. No two lanes of a
+        GPU run one tower at a time (schedule/turn.py): nobody reads a plan whose stream has not made it yet."""
         key = (grids, pixels_NP.device, pixels_NP.dtype, is_lifted())
         with self._lock:
             if key in self._plans:
@@ -134,12 +145,12 @@ class _Rotation:
 
     def __init__(self, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, dtype: torch.dtype):
         self._inner, self._outer = torch.float64 if dtype is torch.float64 and is_lifted() else torch.float32, dtype
-        self._tables = cos_N1D.to(self._inner), signed(sin_N1D.to(self._inner))
+        self.tables = cos_N1D.to(self._inner), signed(sin_N1D.to(self._inner))
 
     def __call__(self, x_NHD: torch.Tensor) -> torch.Tensor:
         if self._inner is self._outer:  # a call that changes nothing is a call all the same
-            return rotate(x_NHD, *self._tables)
-        return rotate(x_NHD.to(self._inner), *self._tables).to(self._outer)
+            return rotate(x_NHD, *self.tables)
+        return rotate(x_NHD.to(self._inner), *self.tables).to(self._outer)
 
 
 class _Attention:
@@ -148,6 +159,11 @@ class _Attention:
     def __init__(self, runs: Runs, device: torch.device):
         self._groups = runs.groups
         self._order, self._back = _there_and_back(runs.order, device)
+
+    @property
+    def indices(self) -> list[torch.Tensor]:
+        """What it holds."""
+        return [index for index in (self._order, self._back) if index is not None]
 
     def ordered(self, x_NHD: torch.Tensor) -> torch.Tensor:
         """Rows in the order of the runs."""

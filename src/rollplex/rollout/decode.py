@@ -171,19 +171,19 @@ class PromptCache:
         return Places(self.keys[layer], self.values[layer], self.bias_G1P)
 
     def _stack(self) -> None:
-        """In few calls: decoding's first step has the first passes of the window beside it (models/norms.py)."""
+        """In few calls (models/norms.py), with one layer's keys or values twice at most."""
         rows = [pack.rows(number) for pack, number in self.parts.values()]
         lengths = [part.stop - part.start for part in rows]
         longest = max(lengths)
         self.keys, self.values = [], []
         for layer in range(self.shape.num_layers):
-            keys, values = (
-                pad_sequence([tensors[layer][part] for tensors, part in zip(held, rows, strict=True)], batch_first=True)
-                for held in zip(*((pack.keys, pack.values) for pack, _ in self.parts.values()), strict=True)
-            )
-            scaled = keys.new_empty(len(rows), self.shape.num_kv_heads, self.shape.head_dim, longest)
-            self.keys.append(torch.mul(keys.permute(0, 2, 3, 1), self.root_scaling, out=scaled))
-            self.values.append(values.transpose(1, 2).contiguous())
+            keys = [pack.keys[layer][part] for (pack, _), part in zip(self.parts.values(), rows, strict=True)]
+            scaled = keys[0].new_empty(len(rows), self.shape.num_kv_heads, self.shape.head_dim, longest)
+            padded = pad_sequence(keys, batch_first=True).permute(0, 2, 3, 1)
+            self.keys.append(torch.mul(padded, self.root_scaling, out=scaled))
+            del padded
+            values = [pack.values[layer][part] for (pack, _), part in zip(self.parts.values(), rows, strict=True)]
+            self.values.append(pad_sequence(values, batch_first=True).transpose(1, 2).contiguous())
         self.bias_G1P = None
         if min(lengths) < longest:
             behind = torch.arange(longest, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]

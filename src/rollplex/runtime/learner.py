@@ -370,7 +370,7 @@ class Learner:
     def _lasting_tensors(self) -> Iterator[torch.Tensor]:
         """What stays from step to step."""
         for policy in self._policies:
-            yield from (*policy.model.parameters(), *policy.model.buffers())
+            yield from (*policy.model.parameters(), *policy.model.buffers(), *policy.adapter.kept_tensors())
             for features in policy.vision_cache.entries.values():
                 yield from (features.embeds, *features.deepstack)
         yield from self.optimizer.device_state()

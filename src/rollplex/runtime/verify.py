@@ -183,10 +183,11 @@ def _report(
 
 
 def _one_step(config: Config, *, share_prefix: bool, mode: Mode = "graph") -> Config:
-    """The recipe as one optimizer step by one of the two paths. Without a correction of the mismatch with the engine:
-    its weights would differ by the log-probs' own rounding, summed over a response, and each path have another loss."""
-    one = {"num_iterations": 1, "steps_per_generation": 1, "mismatch_correction": "off"}
-    algorithm = config.algorithm.model_copy(update=one)
+    """The recipe as one optimizer step by one of the two paths. Mismatch with the engine is corrected where the recipe
+    asks for it, not because it names vLLM: the weights of each path would differ by its own log-probs' rounding."""
+    algorithm = config.algorithm
+    one = {"num_iterations": 1, "steps_per_generation": 1}
+    algorithm = algorithm.model_copy(update=one | {"mismatch_correction": algorithm.mismatch_correction or "off"})
     train = config.train.model_copy(update={"share_prefix": share_prefix, "prefix_activations": mode})
     return config.model_copy(update={"algorithm": algorithm, "train": train})
 

@@ -56,7 +56,7 @@ class LossSettings:
             delta=algorithm.delta,
             level="sequence" if name == "gspo" else algorithm.importance_sampling_level,
             beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
-            kl_by_ratio=algorithm.use_bias_correction_kl,
+            kl_by_ratio=algorithm.kl_by_ratio,
             kl_estimator=algorithm.kl_estimator,
             max_completion_length=max_completion_length,
         )

@@ -104,7 +104,7 @@ def check_same_run(saved: Mapping[str, Any], config: Config, folder: Path) -> No
 
 def changed_options(saved: Mapping[str, Any], config: Config, folder: Path) -> dict[str, tuple[Any, Any]]:
     """(value saved, value now) of each option that differs, by its key; options newer than `saved` had their defaults,
-    or what _BEFORE says. Of `algorithm.mismatch_correction` it is what it comes to.
+    or what _BEFORE says. Two of `algorithm` count as what they come to.
 
     Raises CheckpointError when `saved`, found in `folder`, is no configuration that this version knows.
     """
@@ -116,7 +116,9 @@ def changed_options(saved: Mapping[str, Any], config: Config, folder: Path) -> d
             f"{error.errors()[0]['msg']}; resume with the version that wrote it"
         ) from error
     before, now = (
-        dict(_leaves(c.model_dump(mode="json"))) | {"algorithm.mismatch_correction": c.mismatch_correction}
+        dict(_leaves(c.model_dump(mode="json")))
+        | {"algorithm.mismatch_correction": c.mismatch_correction}
+        | {"algorithm.use_bias_correction_kl": c.algorithm.kl_by_ratio}
         for c in (complete, config)
     )
     keys = sorted(before.keys() | now.keys())
