@@ -336,15 +336,13 @@ class _Builder:
         tokens, visual = shape.train_prompts * shape.prompt_tokens, shape.train_prompts * shape.visual_tokens
         pack, pack_visual = self.pack_tokens, self.pack_visual_tokens
         uses = (shape.prefix_producer, Phase.PREFIX_BACKWARD)
-        kv = (
-            0
-            if shape.kernels == "eager"
-            else model_bytes.kv_bytes_per_token(shape.model, shape.dtype_bytes, shape.train_tp)
-        )
+        per_token = model_bytes.kv_bytes_per_token(shape.model, shape.dtype_bytes, shape.train_tp)
+        kv = 0 if shape.kernels == "eager" else per_token
         # Keys and values that the graph saves (fused) are the boundary's own storage.
         graph = act.decoder(tokens, prefix=True) + self._tower(act, visual) - tokens * kv
         inputs = text.num_layers * act.layer_input(tokens) + act.layer_input(visual)
-        again = max(act.layer(pack, prefix=True), self._tower(act, pack_visual))
+        gone = (text.num_layers - 1) * act.layer_input(pack)  # when the tower runs again, after all layers
+        again = max(act.layer(pack, prefix=True), self._tower(act, pack_visual) - gone)
         pack_graph = act.decoder(pack, prefix=True) + self._tower(act, pack_visual)
         pack_inputs = text.num_layers * act.layer_input(pack) + act.layer_input(pack_visual)
         flops = model_bytes.prefix_flops(shape.model, shape.prompt_tokens, shape.visual_tokens)
