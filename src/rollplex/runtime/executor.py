@@ -168,12 +168,10 @@ class InProcessExecutor:
         elif task.phase is Phase.REWARD:
             self._rewarding.add(_group(task))
             self._bodies.begin_reward(_group(task), lambda: self._news.put(None))
-        elif launch.lane is Lane.WINDOW and self._decoding:
+        elif launch.lane is Lane.WINDOW:
             self._waiting.append(launch)
-            if self._iterations:
+            if self._iterations or not self._decoding:
                 self._begin_passes()
-        elif launch.lane is Lane.WINDOW:  # beside groups whose ends the schedule is yet to hear of: nothing decodes
-            self._inline.append(Launch(task, Lane.MAIN))
         else:
             self._inline.append(launch)
 
@@ -258,7 +256,7 @@ class InProcessExecutor:
         a pass beside it would slow it down by half (docs/lab-notes.md)."""
         while self._waiting:
             launch = self._waiting.popleft()
-            if not self._decoding:  # that one iteration was all: the whole device is free
+            if not self._decoding:  # though the schedule may be yet to hear so: the whole device is free
                 self._inline.append(Launch(launch.task, Lane.MAIN))
                 continue
             task = launch.task
