@@ -6,7 +6,7 @@ to so few rows in every rollout, on one thread or more as passes run beside it, 
 one row a prompt, on the threads of the lane that it runs in. So rows are added up to the next multiple of 4.
 
 Not covered: on 12 threads and more further numbers differ (17 to 19, 25 to 27; on 64 up to 147), no multiple of 4 among
-them.
+them. All this on AMD processors; on Intel's, where other shapes differ, MKL itself is asked (rollplex/mkl.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,18 @@ def missing_rows(rows: int, like: torch.Tensor) -> int:
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right, (..., M, K) and (..., K, N) of the same batch."""
-    missing = missing_rows(left.shape[-2], left) if left.shape[:-2].numel() == 1 else 0
-    if not missing:
+    missing = missing_rows(left.shape[-2], left)
+    if not missing or left.shape[:-2].numel() > 1:
         return torch.matmul(left, right)
     return torch.matmul(F.pad(left, (0, 0, 0, missing)), right)[..., : left.shape[-2], :]
+
+
+def product_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """out = left @ right, (N, M, K) and (N, K, L)."""
+    if left.shape[0] == 1 and missing_rows(left.shape[1], left):
+        out.copy_(product(left, right))
+    else:
+        torch.bmm(left, right, out=out)
 
 
 def by_rows(module: Callable[[torch.Tensor], torch.Tensor], x_TC: torch.Tensor) -> torch.Tensor:

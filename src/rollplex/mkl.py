@@ -1,0 +1,35 @@
+"""Bits of products that do not depend on the number of threads, asked of MKL where it can promise them.
+
+How many threads compute a product depends on what runs beside decoding, and results must not. On an Intel processor
+MKL's fp32 products depend on it in many shapes (of 16 rows and more; 2816 x 512 matrices of Qwen2.5-VL's kind among
+them), but for its strict mode of conditional numerical reproducibility, which costs nothing measurable
+(docs/lab-notes.md). Other processors have no such mode: there models/steady.py adds rows where it takes some.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import MutableMapping
+from pathlib import Path
+
+VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
+_INTEL = "GenuineIntel"
+
+
+def ask_for_steady_bits(environment: MutableMapping[str, str], *, intel: bool) -> None:
+    """Before MKL's first product, which reads it. What a user has set stays."""
+    if intel:
+        environment.setdefault(VARIABLE, STRICT)
+
+
+def is_intel() -> bool:
+    """Whether this machine's processor is Intel's."""
+    try:
+        described = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        described = platform.processor()
+    return _INTEL in described
+
+
+ask_for_steady_bits(os.environ, intel=is_intel())
