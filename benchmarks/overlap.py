@@ -59,8 +59,9 @@ from vs_trl_arms.workload import counting_task, save_model, save_rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TAIL_SHARE, TAIL_FACTOR = 0.1, 8
-UNIT_TOKENS = 256  # a prompt each at every setting: what is hidden can then be cut finely
-TWO_CORES = {"unit_tokens": UNIT_TOKENS, "decode_threads": 1}  # the window gets the other
+# Passes of several prompts, as recipes/easy_vqa.yaml has them; where groups end one by one, of one prompt each, so that
+# stream can take them as they end.
+UNIT_TOKENS, UNIT_TOKENS_TAILED = 4096, 256
 AGAIN = "serial again"
 ONE_CORE = "one core"  # serial, passes on one core too
 COMPARED = ("rollplex", "stream", AGAIN)  # with serial
@@ -186,10 +187,10 @@ def paired(one: Arm, other: Arm) -> list[tuple[Step, Step]]:
     return [(one.steps[number], other.steps[number]) for number in sorted(one.steps.keys() & other.steps.keys())]
 
 
-def on_two_cores(arm: str) -> dict[str, dict[str, Any]]:
-    """The options of an arm where decoding has one of two cores."""
-    options = ARMS[arm]
-    return {**options, "schedule": {**TWO_CORES, **options["schedule"]}}
+def on_two_cores(arm: str, *, tailed: bool) -> dict[str, dict[str, Any]]:
+    """The options of an arm where decoding has one of two cores, and the window the other."""
+    options, unit_tokens = ARMS[arm], UNIT_TOKENS_TAILED if tailed else UNIT_TOKENS
+    return {**options, "schedule": {"decode_threads": 1, "unit_tokens": unit_tokens, **options["schedule"]}}
 
 
 def config_of(folder: Path, setting: Setting, beta: float, arm: Mapping[str, Any]) -> Config:
@@ -271,8 +272,8 @@ class Arms:
 def measure(folder: Path, name: str, beta: float, arguments: argparse.Namespace) -> dict[str, Any]:
     """All arms at one setting."""
     setting, tailed = setting_named(name)
-    configs = {arm: config_of(folder, setting, beta, on_two_cores(arm)) for arm in arguments.arms}
-    configs[ONE_CORE] = config_of(folder, setting, beta, on_two_cores("serial"))
+    configs = {arm: config_of(folder, setting, beta, on_two_cores(arm, tailed=tailed)) for arm in arguments.arms}
+    configs[ONE_CORE] = config_of(folder, setting, beta, on_two_cores("serial", tailed=tailed))
     arms = {arm: Arm(arm) for arm in configs}
     compared = {name: arm for name, arm in arms.items() if name in ("serial", *COMPARED)}
     few = min(arguments.steps, FEW_STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -124,8 +125,11 @@ def _bound_of(step: Step, slow: Mapping[str, float], *, streaming: bool) -> floa
     begin_s = min(span.start_s for span in decodes)
     window_s = max(span.end_s for span in decodes) - begin_s
     main = [span for span in step.spans if span.lane == "main"]
-    # A unit is filed under its first prompt; at UNIT_TOKENS each prompt is a unit of its own.
-    complete_s = {span.group: span.end_s - begin_s for span in decodes}
+    firsts = sorted({int(span.group) for span in main if span.group is not None})  # a unit is filed under its first
+    complete_s: dict[int | None, float] = {}
+    for span in decodes:
+        unit = firsts[bisect_right(firsts, int(span.group or 0)) - 1]
+        complete_s[unit] = max(complete_s.get(unit, 0.0), span.end_s - begin_s)
     jobs = [(0.0, span.seconds, slow[span.name]) for span in main if span.name in PREFIXES]
     if streaming:
         jobs += [(complete_s[span.group], span.seconds, slow[span.name]) for span in main if span.name in STREAMED]

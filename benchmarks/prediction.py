@@ -130,7 +130,7 @@ def recorded(scratch: Path, name: str, beta: float) -> Iterator[Recorded]:
     save_model(setting, folder / "model")
     save_rows(counting_task(setting), folder / "rows")
     for schedule in SCHEDULES:
-        yield Recorded(name, schedule, setting, config_of(folder, setting, beta, on_two_cores(schedule)))
+        yield Recorded(name, schedule, setting, config_of(folder, setting, beta, on_two_cores(schedule, tailed=False)))
 
 
 def measure(scratch: Path, arguments: argparse.Namespace) -> list[Run]:

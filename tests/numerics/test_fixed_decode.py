@@ -21,10 +21,11 @@ from numerics.cases import FAMILIES, Rig, tiny_rig
 from rollplex.models.policy import Policy
 from rollplex.models.precision import full_float64
 from rollplex.models.prefix import PrefixPack, compute_prefix
-from rollplex.rollout.decode import DecodeModel, GrownRows, LiveRows
+from rollplex.rollout.decode import DecodeModel, LiveRows
 from rollplex.rollout.decode_buckets import Limits
 from rollplex.rollout.decode_graphs import DecodeGraphs, FixedRows
 from rollplex.rollout.engine import SamplingParams
+from rollplex.rollout.grown_rows import GrownRows
 from rollplex.rollout.local_engine import LocalEngine
 from rollplex.types import PromptSpec, Response
 

@@ -21,7 +21,8 @@ from rollplex.models.shapes import Experts, ModelShape, shape_from_hf
 from rollplex.planner.flops import ModelCounts
 from rollplex.planner.load import GroupLoad, Prompt
 from rollplex.planner.work import Work
-from rollplex.rollout.decode import DecodeModel, PromptCache, SuffixCache
+from rollplex.rollout.decode import DecodeModel
+from rollplex.rollout.grown_rows import PromptCache, SuffixCache, next_logits
 from rollplex.train.full_sequence import full_sequence_logps
 from rollplex.train.response import GroupTokens, response_logps
 from rollplex.types import PromptSpec
@@ -170,8 +171,8 @@ def test_decode_step(rig: Rig) -> None:
         prompts.assign([row // rows_each for row in range(2 * rows_each)])
         fed = torch.arange(2 * rows_each)
         for _ in range(earlier):
-            model.forward(fed, prompts, suffix)
-        found, _ = counted(lambda: model.forward(fed, prompts, suffix))
+            next_logits(fed, prompts, suffix)
+        found, _ = counted(lambda: next_logits(fed, prompts, suffix))
     context = specs[0].num_tokens + earlier + 1
     ours = ModelCounts(_shape(rig), 4).decode_step(2 * rows_each, 2 * rows_each * context, 0)
     _close(ours, found)

@@ -261,12 +261,12 @@ def test_g11_after_an_optimizer_step_the_new_weights_decode(family, frozen):
     with full_float64():
         _run(policy, specs, params)  # fuses the weights
         features = policy.encode(specs).embeds.clone()
-        storage = [fused.qkv_weight.data_ptr() for fused in LocalEngine(policy, params, max_rows=2).model.fused]
+        storage = [layer.qkv_CX.data_ptr() for layer in LocalEngine(policy, params, max_rows=2).model.layers]
         scored = groups_of(specs, NAMES, [[3, 4]] * len(NAMES), made.plain_vocab)
         product_update(policy, scored, config_of(train={"learning_rate": 3e-3}))
         assert torch.equal(policy.encode(specs).embeds, features) == frozen
         engine = LocalEngine(policy, params, max_rows=64)
-        assert [fused.qkv_weight.data_ptr() for fused in engine.model.fused] == storage  # still views: nothing copied
+        assert [layer.qkv_CX.data_ptr() for layer in engine.model.layers] == storage  # still views: nothing copied
         found, _ = _run(policy, specs, params)
         fresh = Policy(copy.deepcopy(policy.model))
         assert {k: r.token_ids for k, r in found.items()} == {

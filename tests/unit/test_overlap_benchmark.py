@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from overlap import Arm, in_turn, paired
-from overlap_shares import Step, alike, alone_seconds, share_of_bound, slowdown_by_pass, slowness, with_pass_beside
+from overlap_shares import (
+    Step,
+    alike,
+    alone_seconds,
+    bounds,
+    share_of_bound,
+    slowdown_by_pass,
+    slowness,
+    with_pass_beside,
+)
 from rollplex.trace import Span
 
 
@@ -54,6 +63,21 @@ def test_slowness_compares_medians_of_the_same_steps_and_leaves_out_what_ran_bes
         )
 
     assert slowness([(step(1.0), step(1.5)), (step(2.0), step(3.0)), (step(4.0), step(9.0))]) == {"prefill": 1.5}
+
+
+def test_a_unit_of_several_prompts_can_stream_when_its_last_group_is_complete() -> None:
+    def span(name: str, lane: str, start_s: float, end_s: float, group: int) -> Span:
+        return Span(name, lane, start_s, end_s, 0, group)
+
+    decodes = [span("decode", "decode", 1.0, 1.0 + end_s, group) for group, end_s in ((4, 1.0), (5, 6.0), (6, 2.0))]
+    main = [span("ref_prefix", "main", 0.0, 1.0, unit) for unit in (4, 6)]
+    main += [span("ref_response", "main", 8.0, 10.0, unit) for unit in (4, 6)]
+    step = Step(20.0, 6.0, 0.0, (*decodes, *main))
+    slow = {"ref_prefix": 1.5, "ref_response": 2.0}
+    # Prefixes until 3.0; the unit of prompt 6 streams from then on: 3 of the 4 s that it takes on one core, until 6.0,
+    # when the unit of prompts 4 and 5 is complete and nothing decodes any more.
+    assert bounds([step], slow, streaming=False).tolist() == [2.0]
+    assert bounds([step], slow, streaming=True).tolist() == [2.0 + 1.5]
 
 
 def test_iterations_are_alike_where_neither_arm_had_a_pass_beside_them_or_just_before() -> None:

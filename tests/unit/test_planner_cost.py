@@ -210,7 +210,7 @@ def test_eager_code_calls_attention_per_length_of_window_and_writes_scores_out()
     assert other.kernels == 32 * EAGER.block + (28 * 2 + 4) * EAGER.call + 3
     assert dataclasses.replace(other, kernels=one.kernels) == one
     steps = [counts.decode_step(4, 4000, 1000) for counts in (fused, eager)]
-    assert steps[1].stream_bytes - steps[0].stream_bytes == 64 * 8 * 40 * 4000 * 2
+    assert steps[1].stream_bytes - steps[0].stream_bytes == 64 * 4 * 40 * 4000 * 2
     assert steps[1].flops == steps[0].flops
 
 

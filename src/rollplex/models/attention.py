@@ -27,32 +27,51 @@ def causal_attention(
 ) -> torch.Tensor:
     """Causal self-attention inside each of the packed prompts; (T, H * D). Equal neighbours share one call, a prompt
     longer than a chunk has several."""
-    repeat = q_THD.shape[1] // k_TKD.shape[1]
-    k_THD, v_THD = k_TKD.repeat_interleave(repeat, dim=1), v_TKD.repeat_interleave(repeat, dim=1)
-    runs, whole = chunks.runs(), (q_THD, k_THD, v_THD)
+    # Without a graph a CPU reads shared heads where they lie, the same bits (a graph's memory is planned with copies).
+    grouped = q_THD.device.type == "cpu" and not torch.is_grad_enabled()
+    if not grouped:
+        repeat = q_THD.shape[1] // k_TKD.shape[1]
+        k_TKD, v_TKD = k_TKD.repeat_interleave(repeat, dim=1), v_TKD.repeat_interleave(repeat, dim=1)
+    runs, whole = chunks.runs(), (q_THD, k_TKD, v_TKD)
     sizes = [length * count for length, count in runs]
     prompts = [whole] if len(runs) == 1 else zip(*(x.split(sizes) for x in whole), strict=True)
     outs: list[torch.Tensor] = []
     for (length, count), parts in zip(runs, prompts, strict=True):
-        q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in parts)
-        for out_NHSD in _causal_parts(q, k, v, chunks, scaling):
+        q, k, v = (by_run(x, count, length) for x in parts)
+        for out_NHSD in _causal_parts(q, k, v, chunks, scaling, grouped=grouped):
             outs.append(out_NHSD.transpose(1, 2).reshape(count * out_NHSD.shape[2], -1))
     return joined(outs)
 
 
+def by_run(x_THD: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """(count * length, H, D) -> (count, H, length, D), as attention takes `count` runs of rows."""
+    if torch.is_grad_enabled():
+        return x_THD.view(count, length, *x_THD.shape[1:]).transpose(1, 2)
+    # The same view in one call (norms.py), which has a costly backward.
+    row, head, last = x_THD.stride()
+    shape = count, x_THD.shape[1], length, x_THD.shape[2]
+    return x_THD.as_strided(shape, (length * row, head, row, last), x_THD.storage_offset())
+
+
 def _causal_parts(
-    q_NHPD: torch.Tensor, k_NHPD: torch.Tensor, v_NHPD: torch.Tensor, chunks: RowChunks, scaling: float
+    q_NHPD: torch.Tensor,
+    k_NKPD: torch.Tensor,
+    v_NKPD: torch.Tensor,
+    chunks: RowChunks,
+    scaling: float,
+    *,
+    grouped: bool,
 ) -> Iterator[torch.Tensor]:
     """(N, H, S, D) of S positions after another; all of them at once unless N is 1."""
     queries = even_parts(q_NHPD.shape[2], chunks.limit)
     if len(queries) == 1:
-        yield F.scaled_dot_product_attention(q_NHPD, k_NHPD, v_NHPD, is_causal=True, scale=scaling)
+        yield F.scaled_dot_product_attention(q_NHPD, k_NKPD, v_NKPD, is_causal=True, scale=scaling, enable_gqa=grouped)
         return
     seen = 0
     for q_NHSD in q_NHPD.split(queries, dim=2):
         seen += q_NHSD.shape[2]
-        mask, k, v = chunks.mask(q_NHSD.shape[2], seen), k_NHPD[:, :, :seen], v_NHPD[:, :, :seen]
-        yield F.scaled_dot_product_attention(q_NHSD, k, v, attn_mask=mask, scale=scaling)
+        mask, k, v = chunks.mask(q_NHSD.shape[2], seen), k_NKPD[:, :, :seen], v_NKPD[:, :, :seen]
+        yield F.scaled_dot_product_attention(q_NHSD, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
 
 
 @dataclass(frozen=True, slots=True)

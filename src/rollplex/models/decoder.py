@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from rollplex.errors import ModelError
 from rollplex.models.adapter import DecoderShape, FullBatch, VisionFeatures
 from rollplex.models.norms import rms_norm
+from rollplex.models.projections import added, linear, mlp
 from rollplex.models.ranks import ALONE, TensorRanks, VocabEmbedding, VocabPart
 from rollplex.models.rotary import rotate, signed
-from rollplex.models.steady import by_rows, missing_rows
+from rollplex.models.steady import missing_rows
 from rollplex.models.tower import VisionTower
 from rollplex.types import PatchGrid, PromptSpec
 
@@ -72,17 +73,17 @@ class QwenDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         attention, by_head = layer.self_attn, (x_TC.shape[0], -1, self.shape.head_dim)
         h_TC = self.ranks.enter(rms_norm(layer.input_layernorm, x_TC))
-        q_THD = by_rows(attention.q_proj, h_TC).view(by_head)
-        k_TKD = by_rows(attention.k_proj, h_TC).view(by_head)
-        v_TKD = by_rows(attention.v_proj, h_TC).view(by_head)
+        q_THD = linear(attention.q_proj, h_TC).view(by_head)
+        k_TKD = linear(attention.k_proj, h_TC).view(by_head)
+        v_TKD = linear(attention.v_proj, h_TC).view(by_head)
         if self.has_qk_norm:
             q_THD, k_TKD = rms_norm(attention.q_norm, q_THD), rms_norm(attention.k_norm, k_TKD)
         return rotate(q_THD, cos_T1D, sin_T1D), rotate(k_TKD, cos_T1D, sin_T1D), v_TKD
 
     def finish(self, layer: Any, x_TC: torch.Tensor, attention_TC: torch.Tensor) -> torch.Tensor:
-        x_TC = x_TC + self.ranks.leave(by_rows(layer.self_attn.o_proj, attention_TC))
+        x_TC = added(x_TC, self.ranks.leave(linear(layer.self_attn.o_proj, attention_TC)))
         h_TC = self.ranks.enter(rms_norm(layer.post_attention_layernorm, x_TC))
-        return x_TC + self.ranks.leave(by_rows(layer.mlp, h_TC))
+        return added(x_TC, self.ranks.leave(mlp(layer.mlp, h_TC)))
 
     def kept_tensors(self) -> Iterable[torch.Tensor]:
         return self._tower.kept_tensors()

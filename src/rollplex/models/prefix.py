@@ -113,10 +113,14 @@ def compute_prefix(policy: Policy, specs: Sequence[PromptSpec], activations: Act
         weight_version=policy.weight_version,
         activations=activations,
         graph=boundary if keep_graph else None,
-        keys=[k.detach() for k in boundary.keys],
-        values=[v.detach() for v in boundary.values],
+        keys=_detached(boundary.keys),
+        values=_detached(boundary.values),
         hidden_GC=boundary.hidden_GC.detach(),
     )
+
+
+def _detached(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def backward_prefix(pack: PrefixPack) -> None:

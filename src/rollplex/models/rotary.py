@@ -25,10 +25,18 @@ class _Rotate(torch.autograd.Function):
         return turn(grads[0], cos_T1D, sin_T1D, -1), None, None
 
 
-def turn(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, sign: int = 1) -> torch.Tensor:
+def turn(
+    x_THD: torch.Tensor,
+    cos_T1D: torch.Tensor,
+    sin_T1D: torch.Tensor,
+    sign: int = 1,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The rotation by itself, without a backward; sign -1: its inverse. Tables of (T, 1, D), sines `signed`."""
     other_THD = torch.roll(x_THD, x_THD.shape[-1] // 2, -1)
-    return torch.mul(x_THD, cos_T1D).addcmul_(other_THD, sin_T1D, value=sign)
+    turned_THD = torch.mul(x_THD, cos_T1D, out=out)
+    return torch.addcmul(turned_THD, other_THD, sin_T1D, value=sign, out=turned_THD)
 
 
 def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:

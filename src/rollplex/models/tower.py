@@ -22,8 +22,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from rollplex.errors import ModelError
+from rollplex.models.attention import by_run
 from rollplex.models.norms import rms_norm
 from rollplex.models.precision import is_lifted
+from rollplex.models.projections import added, linear, mlp
 from rollplex.models.rotary import rotate, signed
 from rollplex.models.vision_layout import Index, LearnedGrid, Runs, TowerShape, vision_layout
 from rollplex.types import PatchGrid
@@ -79,11 +81,11 @@ class VisionTower:
         levels: list[torch.Tensor] = []
         for number, block in enumerate(visual.blocks):
             attention = plan.frames if plan.windows is None or number in self._full else plan.windows
-            x_NC = x_NC + _attend(block.attn, _norm(block.norm1, x_NC), plan.rotation, attention)
-            x_NC = x_NC + block.mlp(_norm(block.norm2, x_NC))
+            x_NC = added(x_NC, _attend(block.attn, _norm(block.norm1, x_NC), plan.rotation, attention))
+            x_NC = added(x_NC, mlp(block.mlp, _norm(block.norm2, x_NC)))
             if number in self._deepstack:
                 levels.append(visual.deepstack_merger_list[self._deepstack[number]](x_NC))
-        parts = (visual.merger(x_NC), *levels)
+        parts = (_merged(visual.merger, x_NC), *levels)
         return parts if plan.tokens_back is None else tuple(part.index_select(0, plan.tokens_back) for part in parts)
 
     def kept_tensors(self) -> Iterator[torch.Tensor]:
@@ -177,24 +179,33 @@ class _Attention:
         return zip(self._groups, *(tensor.split(rows) for tensor in tensors), strict=True)
 
     def __call__(self, qk_NHD: torch.Tensor, v_NHD: torch.Tensor, scale: float) -> torch.Tensor:
-        """Of ordered rows; qk_NHD: queries of all heads, then keys. Returns (N, heads, D) in the blocks' order."""
+        """Of ordered rows; qk_NHD: queries of all heads, then keys. Returns (N, heads * D) in the blocks' order."""
         parts = []
         for (count, length), qk, values in self._runs(qk_NHD, v_NHD):
-            q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (*qk.chunk(2, 1), values))
-            parts.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
-        out_NHD = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out_NHD if self._back is None else out_NHD.index_select(0, self._back)
+            q, k = by_run(qk, count, length).chunk(2, 1)
+            v = by_run(values, count, length)
+            out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+            parts.append(out.transpose(1, 2).reshape(count * length, -1))
+        out_NA = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out_NA if self._back is None else out_NA.index_select(0, self._back)
 
 
 def _attend(module: Any, h_NC: torch.Tensor, rotation: _Rotation, attention: _Attention) -> torch.Tensor:
     """What a block's attention `module` gives for its normed input."""
     heads = module.num_heads
-    qkv_NHD = module.qkv(h_NC).view(h_NC.shape[0], 3 * heads, -1)
+    qkv_NHD = linear(module.qkv, h_NC).view(h_NC.shape[0], 3 * heads, -1)
     qk_NHD, v_NHD = rotation(qkv_NHD[:, : 2 * heads]), qkv_NHD[:, 2 * heads :]
     del qkv_NHD  # one by one: a pass without a graph then holds seven times its rows at most (memory/model_bytes.py)
     qk_NHD = attention.ordered(qk_NHD)
     v_NHD = attention.ordered(v_NHD)
-    return module.proj(attention(qk_NHD, v_NHD, module.scaling).flatten(1))
+    return linear(module.proj, attention(qk_NHD, v_NHD, module.scaling))
+
+
+def _merged(merger: Any, x_NC: torch.Tensor) -> torch.Tensor:
+    """merger(x_NC); Qwen2.5-VL's norm in one call."""
+    if not hasattr(merger, "ln_q"):
+        return merger(x_NC)
+    return merger.mlp(_norm(merger.ln_q, x_NC).view(-1, merger.hidden_size))
 
 
 def _norm(norm: Any, x_NC: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,8 @@ FUSED = Launches(projections=3, attention=1, on_prefix=1, finish=7, head=3, bloc
 # Calls of operators that are no mere view, counted while the passes of this repository ran (Qwen2.5-VL, CPU; see
 # docs/cost-model.md). A backward makes 2.2 for each of the forward; without Python between them they count as 1.5.
 EAGER = Launches(projections=15, attention=4, on_prefix=25, finish=14, head=20, block=24, call=1, backward=1.5)
-# Scores of rollout/decode.py read or written: product, rows and cells in order, joined, softmax, parted, product.
-_SCORE_PASSES = 8
+# Scores of rollout/two_level.py read or written: product, softmax (both), product; the few of suffixes once more each.
+_SCORE_PASSES = 4
 # fp32 passes over the logits of a chunk (models/logprobs.py): written, log-sum-exp, subtracted and exponentiated in
 # place, entropy.
 _LOGIT_BYTES = 6 * 4

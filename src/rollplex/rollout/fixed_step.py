@@ -10,7 +10,7 @@ Shape letters as in two_level.py, of a bucket or of the caches that hold it; L l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from rollplex.models.prefix import PrefixPack
 from rollplex.rollout.decode import DecodeModel
 from rollplex.rollout.decode_buckets import Bucket
-from rollplex.rollout.two_level import Grid, Places, attend, bias_where
+from rollplex.rollout.two_level import Grid, LayerCaches, Seen, StepAttention, bias_where
 
 
 class FixedCaches:
@@ -128,8 +128,10 @@ class FixedStep:
             caches,
             bucket,
             self.places_B,
-            prompt_bias=bias_where(caches.counts[: bucket.prompt] >= self.lengths_G[:, None], dtype),
-            suffix_bias=bias_where(caches.counts[: bucket.suffix] > self.places_B[:, None], dtype),
+            prompt=Seen(
+                bucket.prompt, bias_where(caches.counts[: bucket.prompt] >= self.lengths_G[:, None], dtype).unsqueeze(1)
+            ),
+            suffix=Seen(bucket.suffix, bias_where(caches.counts[: bucket.suffix] > self.places_B[:, None], dtype)),
             grid=Grid(bucket.groups, bucket.width, self.rows_GN, self.cells_B),
         )
         caches.logits_BV[: bucket.rows] = caches.model.next_logits(self.tokens_B, self.positions_B, window)
@@ -142,18 +144,26 @@ class _Window:
     caches: FixedCaches
     bucket: Bucket
     places_B: torch.Tensor
-    prompt_bias: torch.Tensor
-    suffix_bias: torch.Tensor
+    prompt: Seen
+    suffix: Seen
     grid: Grid
 
-    def attend(self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+    def opened(self, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> Callable[[int], torch.Tensor]:
         caches, size = self.caches, self.bucket
-        suffix_keys, suffix_values = caches.suffix_keys[layer, : size.rows], caches.suffix_values[layer, : size.rows]
+        attention = StepAttention(q_BHD, k_BKD.shape[1], self.prompt, self.suffix, self.grid)
         rows_B = caches.counts[: size.rows]
-        suffix_keys[rows_B, :, self.places_B] = k_BKD
-        suffix_values[rows_B, :, self.places_B] = v_BKD
-        prompt_keys = caches.prompt_keys[layer, : size.groups, :, :, : size.prompt]
-        prompt_values = caches.prompt_values[layer, : size.groups, :, : size.prompt]
-        prompt = Places(prompt_keys, prompt_values, self.prompt_bias)
-        suffix = Places(suffix_keys[:, :, : size.suffix], suffix_values[:, :, : size.suffix], self.suffix_bias)
-        return attend(q_BHD, prompt, suffix, self.grid)
+
+        def attend(layer: int) -> torch.Tensor:
+            suffix_keys = caches.suffix_keys[layer, : size.rows]
+            suffix_values = caches.suffix_values[layer, : size.rows]
+            suffix_keys[rows_B, :, self.places_B] = k_BKD
+            suffix_values[rows_B, :, self.places_B] = v_BKD
+            stored = LayerCaches(
+                caches.prompt_keys[layer, : size.groups, :, :, : size.prompt].flatten(0, 1),
+                caches.prompt_values[layer, : size.groups, :, : size.prompt].flatten(0, 1),
+                suffix_keys[:, :, : size.suffix].flatten(0, 1).transpose(1, 2),
+                suffix_values[:, :, : size.suffix].flatten(0, 1),
+            )
+            return attention(stored)
+
+        return attend

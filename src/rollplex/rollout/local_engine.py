@@ -19,10 +19,11 @@ from rollplex.errors import EngineError, StateError
 from rollplex.models.partial_attention import accumulation_dtype
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack, compute_prefix
-from rollplex.rollout.decode import DecodeModel, GrownRows, LiveRows
+from rollplex.rollout.decode import DecodeModel, LiveRows
 from rollplex.rollout.decode_buckets import Limits
 from rollplex.rollout.decode_graphs import DecodeGraphs
 from rollplex.rollout.engine import Finished, SamplingParams
+from rollplex.rollout.grown_rows import GrownRows
 from rollplex.rollout.sampling import draw, filtered, keyed_uniforms, penalised
 from rollplex.types import FinishReason, PromptSpec, Response
 

@@ -1,5 +1,8 @@
 """Attention of one decode step: each row over its group's prompt, held once per group, and over its own suffix.
 
+All layers of a step share their buffers, and views into them are made once a step: a view costs the interpreter as much
+as an operation, and each is waited for while passes run beside decoding (docs/lab-notes.md).
+
 Shape letters: B rows, G groups, N rows that a group has room for, H/K/E query heads, key/value heads, their ratio,
 D head dim, P prompt places, R suffix places.
 """
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollplex.models.steady import product
+from rollplex.models.steady import product_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,68 +31,122 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Keys and values of one layer; `bias` is added to scores, -inf where nothing is to be seen, None: all is."""
+class Seen:
+    """How many places a step's rows look at; `bias` is added to scores, -inf where nothing is to be seen, None: all
+    is. Of prompts (G, 1, 1, 1, P), of suffixes (B, 1, 1, R)."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    bias: torch.Tensor | None
+    places: int
+    bias: torch.Tensor | None = None
 
 
-def attend(q_BHD: torch.Tensor, prompt: Places, suffix: Places, grid: Grid) -> torch.Tensor:
-    """(B, H * D): softmax over [the group's prompt, the row's suffix]; the score's scaling is in queries and keys.
+@dataclass(frozen=True, slots=True)
+class LayerCaches:
+    """Keys and values of one layer, with the score's scaling in queries and keys."""
 
-    prompt: keys (G, K, D, P), values (G, K, P, D), bias (G, 1, 1, P). suffix: keys and values (B, K, R, D), bias
-    (B, 1, 1, R). A row must see at least one place.
+    prompt_keys: torch.Tensor  # (G * K, D, P)
+    prompt_values: torch.Tensor  # (G * K, P, D)
+    suffix_keys: torch.Tensor  # (B * K, D, R)
+    suffix_values: torch.Tensor  # (B * K, R, D)
+
+
+class StepAttention:
+    """Softmax of queries over [the group's prompt, the row's suffix], layer after layer.
+
+    A row must see at least one place. What a call returns is overwritten by the next one.
     """
-    num_kv, head_dim = suffix.keys.shape[1], suffix.keys.shape[3]
-    rows, groups, width = q_BHD.shape[0], grid.groups, grid.width
-    q_BKED = q_BHD.reshape(rows, num_kv, -1, head_dim)
-    repeat = q_BKED.shape[2]
-    cells = q_BKED if grid.rows_GN is None else q_BKED.index_select(0, grid.rows_GN)
-    by_group = (groups, width, num_kv, repeat)
-    q_GKSD = cells.view(*by_group, head_dim).transpose(1, 2).reshape(groups, num_kv, width * repeat, head_dim)
-    to_prompt = product(q_GKSD, prompt.keys)
-    if prompt.bias is not None:
-        to_prompt += prompt.bias
-    to_suffix = product(q_BKED, suffix.keys.transpose(2, 3))
-    if suffix.bias is not None:
-        to_suffix += suffix.bias
-    parts = [to_prompt.shape[-1], to_suffix.shape[-1]]
-    if grid.rows_GN is None:  # (G, N, K, E, P + R), joined from where the scores lie
-        scores = torch.cat((_by_row(to_prompt, grid, repeat), to_suffix.view(*by_group, parts[1])), dim=-1)
-        over_prompt, over_suffix = _softmax(scores).split_with_sizes(parts, dim=-1)
-        over_suffix = over_suffix.view(rows, num_kv, repeat, parts[1])
-    else:
-        scores = torch.cat((_to_rows(to_prompt, grid, repeat), to_suffix), dim=-1)
-        over_prompt, over_suffix = _softmax(scores).split_with_sizes(parts, dim=-1)
-        over_prompt = over_prompt.index_select(0, grid.rows_GN).view(*by_group, parts[0])
-    over_prompt = over_prompt.transpose(1, 2).reshape(groups, num_kv, width * repeat, parts[0])
-    mixed = product(over_suffix, suffix.values) + _to_rows(product(over_prompt, prompt.values), grid, repeat)
-    return mixed.view(rows, -1)
+
+    def __init__(self, q_BHD: torch.Tensor, num_kv: int, prompt: Seen, suffix: Seen, grid: Grid):
+        """q_BHD: where each layer's queries will be."""
+        rows, _, head_dim = q_BHD.shape
+        q_BKED = q_BHD.unflatten(1, (num_kv, -1))
+        repeat, places = q_BKED.shape[2], prompt.places + suffix.places
+        by_cell = grid.groups, num_kv, grid.width, repeat
+        by_group = grid.groups * num_kv, grid.width * repeat  # all queries of a group that read one key/value head
+        by_row = rows * num_kv, repeat
+        self._prompt_bias, self._suffix_bias = prompt.bias, suffix.bias
+
+        q_rows, q_cells = q_BHD.new_empty(q_BKED.shape), q_BHD.new_empty(*by_cell, head_dim)
+        self._queries, self._q_rows = q_BKED, q_rows
+        self._q_to_cells = _ToCells(q_rows, q_cells, grid)
+        self._q_by_row, self._q_by_group = q_rows.view(*by_row, head_dim), q_cells.view(*by_group, head_dim)
+
+        # Scores lie as those of the prompt do, of which there are more: only those of the suffix are moved.
+        self._scores = q_BHD.new_empty(*by_cell, places)
+        self._weights = torch.empty_like(self._scores)
+        parts = [prompt.places, suffix.places]
+        self._to_prompt, moved = self._scores.split_with_sizes(parts, dim=-1)
+        self._to_prompt_by_group = self._scores.view(*by_group, places)[..., : prompt.places]
+        self._to_suffix = q_BHD.new_empty(*q_BKED.shape[:3], suffix.places)
+        self._to_suffix_by_row = self._to_suffix.view(*by_row, suffix.places)
+        self._scores_to_cells = _ToCells(self._to_suffix, moved, grid)
+
+        self._over_prompt = self._weights.view(*by_group, places)[..., : prompt.places]
+        over_suffix = torch.empty_like(self._to_suffix)
+        self._weights_to_rows = _ToRows(self._weights[..., prompt.places :], over_suffix, grid)
+        self._over_suffix = over_suffix.view(*by_row, suffix.places)
+
+        from_prompt, mixed = torch.empty_like(q_cells), torch.empty_like(q_rows)
+        self._from_prompt, self._from_suffix = from_prompt.view_as(self._q_by_group), torch.empty_like(self._q_by_row)
+        self._prompt_to_rows = _ToRows(from_prompt, mixed, grid)
+        self._mixed_by_row, self._mixed = mixed.view_as(self._q_by_row), mixed.view(rows, -1)
+
+    def __call__(self, layer: LayerCaches) -> torch.Tensor:
+        """(B, H * D), of the queries as they are now."""
+        self._q_rows.copy_(self._queries)
+        self._q_to_cells()
+        product_into(self._q_by_group, layer.prompt_keys, self._to_prompt_by_group)
+        if self._prompt_bias is not None:
+            self._to_prompt.add_(self._prompt_bias)
+        product_into(self._q_by_row, layer.suffix_keys, self._to_suffix_by_row)
+        if self._suffix_bias is not None:
+            self._to_suffix.add_(self._suffix_bias)
+        self._scores_to_cells()
+        self._softmax()
+        self._weights_to_rows()
+        product_into(self._over_prompt, layer.prompt_values, self._from_prompt)
+        product_into(self._over_suffix, layer.suffix_values, self._from_suffix)
+        self._prompt_to_rows()
+        torch.add(self._mixed_by_row, self._from_suffix, out=self._mixed_by_row)
+        return self._mixed
+
+    def _softmax(self) -> None:
+        if self._scores.dtype in (torch.float32, torch.float64):
+            torch.softmax(self._scores, -1, out=self._weights)
+        else:
+            self._weights.copy_(self._scores.softmax(-1, dtype=torch.float32))
+
+
+class _ToCells:
+    """Copies (B, K, E, x) to (G, K, N, E, x)."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, grid: Grid):
+        self._source, self._target, self._rows_GN = source, target, grid.rows_GN
+        shape = grid.groups * grid.width, *source.shape[1:]
+        self._cells = source if grid.rows_GN is None else source.new_empty(shape)
+        self._placed = self._cells.view(grid.groups, grid.width, *source.shape[1:]).transpose(1, 2)
+
+    def __call__(self) -> None:
+        if self._rows_GN is not None:
+            torch.index_select(self._source, 0, self._rows_GN, out=self._cells)
+        self._target.copy_(self._placed)
+
+
+class _ToRows:
+    """Copies (G, K, N, E, x) to (B, K, E, x)."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, grid: Grid):
+        self._placed, self._target, self._cells_B = source.transpose(1, 2), target, grid.cells_B
+        shape = grid.groups * grid.width, *target.shape[1:]
+        self._cells = target if grid.cells_B is None else target.new_empty(shape)
+        self._by_group = self._cells.view(grid.groups, grid.width, *target.shape[1:])
+
+    def __call__(self) -> None:
+        self._by_group.copy_(self._placed)
+        if self._cells_B is not None:
+            torch.index_select(self._cells, 0, self._cells_B, out=self._target)
 
 
 def bias_where(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(..., 1, 1, places): -inf where `hidden` (..., places) is true, else 0."""
     bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return bias.masked_fill_(hidden, float("-inf"))[..., None, None, :]
-
-
-def _by_row(x_GKSx: torch.Tensor, grid: Grid, repeat: int) -> torch.Tensor:
-    """(G, K, N * E, x) -> (G, N, K, E, x), a view."""
-    return x_GKSx.view(*x_GKSx.shape[:2], grid.width, repeat, x_GKSx.shape[3]).transpose(1, 2)
-
-
-def _to_rows(x_GKSx: torch.Tensor, grid: Grid, repeat: int) -> torch.Tensor:
-    """(G, K, N * E, x) -> (B, K, E, x)."""
-    cells = _by_row(x_GKSx, grid, repeat)
-    if grid.cells_B is None and grid.groups == 1:
-        return cells[0]
-    cells = cells.flatten(0, 1)
-    return cells if grid.cells_B is None else cells.index_select(0, grid.cells_B)
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    if scores.dtype in (torch.float32, torch.float64):
-        return scores.softmax(-1)
-    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
