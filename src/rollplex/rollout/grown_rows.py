@@ -159,6 +159,7 @@ class SuffixCache:
 
     def _resize(self, rows: int, capacity: int) -> None:
         shape = self.model.shape
+        self._flat = []  # else they hold every layer's old caches until the last one's are copied
         for tensors in (self.keys, self.values):
             for layer in range(shape.num_layers):
                 # zeros, not empty: masked places must hold finite values, 0 * nan is nan
