@@ -61,7 +61,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 TAIL_SHARE, TAIL_FACTOR = 0.1, 8
 # Passes of several prompts, as recipes/easy_vqa.yaml has them; where groups end one by one, of one prompt each, so that
 # stream can take them as they end.
-UNIT_TOKENS, UNIT_TOKENS_TAILED = 4096, 256
+UNIT_TOKENS, ONE_PROMPT_TOKENS = 4096, 256
 AGAIN = "serial again"
 ONE_CORE = "one core"  # serial, passes on one core too
 COMPARED = ("rollplex", "stream", AGAIN)  # with serial
@@ -187,9 +187,9 @@ def paired(one: Arm, other: Arm) -> list[tuple[Step, Step]]:
     return [(one.steps[number], other.steps[number]) for number in sorted(one.steps.keys() & other.steps.keys())]
 
 
-def on_two_cores(arm: str, *, tailed: bool) -> dict[str, dict[str, Any]]:
+def on_two_cores(arm: str, unit_tokens: int) -> dict[str, dict[str, Any]]:
     """The options of an arm where decoding has one of two cores, and the window the other."""
-    options, unit_tokens = ARMS[arm], UNIT_TOKENS_TAILED if tailed else UNIT_TOKENS
+    options = ARMS[arm]
     return {**options, "schedule": {"decode_threads": 1, "unit_tokens": unit_tokens, **options["schedule"]}}
 
 
@@ -232,6 +232,9 @@ class Arms:
         # All prompts beforehand: media threads would work beside the first arm of a round.
         self.prompts = [self.trainer.feed.take(config.rollout.prompts_per_step) for _ in range(rounds)]
         self.trainer.feed.close()
+        lengths = {slot.spec.num_tokens for slots in self.prompts for slot in slots}
+        if len(lengths) > 1:  # units would not be runs of rollout ids, as the bounds of stream take them to be
+            raise SystemExit(f"prompts have {sorted(lengths)} tokens; needed one length")
         self.learners = {name: self._learner(config, 1 if name == one_core else 2) for name, config in names.items()}
 
     def _learner(self, config: Config, threads: int) -> Learner:
@@ -272,8 +275,9 @@ class Arms:
 def measure(folder: Path, name: str, beta: float, arguments: argparse.Namespace) -> dict[str, Any]:
     """All arms at one setting."""
     setting, tailed = setting_named(name)
-    configs = {arm: config_of(folder, setting, beta, on_two_cores(arm, tailed=tailed)) for arm in arguments.arms}
-    configs[ONE_CORE] = config_of(folder, setting, beta, on_two_cores("serial", tailed=tailed))
+    unit_tokens = ONE_PROMPT_TOKENS if tailed else UNIT_TOKENS
+    configs = {arm: config_of(folder, setting, beta, on_two_cores(arm, unit_tokens)) for arm in arguments.arms}
+    configs[ONE_CORE] = config_of(folder, setting, beta, on_two_cores("serial", unit_tokens))
     arms = {arm: Arm(arm) for arm in configs}
     compared = {name: arm for name, arm in arms.items() if name in ("serial", *COMPARED)}
     few = min(arguments.steps, FEW_STEPS)

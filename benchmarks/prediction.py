@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from overlap import RESULTS, config_of, on_two_cores, setting_named
+from overlap import ONE_PROMPT_TOKENS, RESULTS, config_of, on_two_cores, setting_named
 from rollplex.config import Config
 from rollplex.planner.hardware import hardware_from_facts
 from rollplex.planner.predict_run import Machine, predicted_step
@@ -130,7 +130,9 @@ def recorded(scratch: Path, name: str, beta: float) -> Iterator[Recorded]:
     save_model(setting, folder / "model")
     save_rows(counting_task(setting), folder / "rows")
     for schedule in SCHEDULES:
-        yield Recorded(name, schedule, setting, config_of(folder, setting, beta, on_two_cores(schedule, tailed=False)))
+        yield Recorded(
+            name, schedule, setting, config_of(folder, setting, beta, on_two_cores(schedule, ONE_PROMPT_TOKENS))
+        )
 
 
 def measure(scratch: Path, arguments: argparse.Namespace) -> list[Run]:

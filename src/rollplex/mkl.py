@@ -3,7 +3,7 @@
 How many threads compute a product depends on what runs beside decoding, and results must not. On an Intel processor
 MKL's fp32 products depend on it in many shapes (of 16 rows and more; 2816 x 512 matrices of Qwen2.5-VL's kind among
 them), but for its strict mode of conditional numerical reproducibility, which costs nothing measurable
-(docs/lab-notes.md). Other processors have no such mode: there models/steady.py adds rows where it takes some.
+(docs/lab-notes.md). Other processors have no such mode; what models/steady.py adds is for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
-_INTEL = "GenuineIntel"
+_INTEL, _FIRST_BYTES = "GenuineIntel", 4096
 
 
 def ask_for_steady_bits(environment: MutableMapping[str, str], *, intel: bool) -> None:
@@ -26,7 +26,8 @@ def ask_for_steady_bits(environment: MutableMapping[str, str], *, intel: bool) -
 def is_intel() -> bool:
     """Whether this machine's processor is Intel's."""
     try:
-        described = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        with Path("/proc/cpuinfo").open("rb") as file:
+            described = file.read(_FIRST_BYTES).decode(errors="replace")  # the rest is the same of every core
     except OSError:  # not Linux
         described = platform.processor()
     return _INTEL in described

@@ -81,8 +81,9 @@ def _variant(family, variant):
     if variant == "gqa":
         return tiny_rig(family, num_heads=8, num_kv_heads=2, num_layers=2)
     made = tiny_rig(family, torch.float64)
-    if variant == "lora":
-        wrapped = add_lora(made.loaded.model, LoraConfig(r=4), seed=0, base_path=None)
+    if variant.startswith("lora"):
+        targets = tuple(variant.split()[1:]) or LoraConfig().target_modules
+        wrapped = add_lora(made.loaded.model, LoraConfig(r=4, target_modules=targets), seed=0, base_path=None)
         with torch.no_grad():
             for name, parameter in wrapped.named_parameters():
                 if "lora_" in name:
@@ -93,7 +94,9 @@ def _variant(family, variant):
     return made
 
 
-@pytest.mark.parametrize("variant", ["plain", "tied", "gqa", "lora"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "tied", "gqa", "lora", "lora q_proj", "lora gate_proj", "lora o_proj down_proj"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate(family, variant):
     """Token by token for prompts of all kinds decoded together, with a stop id that only some of them reach."""
@@ -117,7 +120,9 @@ def test_greedy_equals_generate_in_float32_with_repetition_penalty(family):
         assert found[number, 0].token_ids == wanted
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-11), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.1)], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_g21_log_probs_are_those_of_the_full_sequence(family, dtype, bound):
     """At the sampling temperature, before any filter, whatever the filters and the ban leave."""
@@ -139,7 +144,7 @@ def test_g21_log_probs_are_those_of_the_full_sequence(family, dtype, bound):
         for (number, _), response in found.items():
             row = [(specs[number], response.token_ids)]
             wanted = full_sequence_logps(made.policy, row, 0.7, with_grad=False).logps
-            torch.testing.assert_close(torch.tensor(response.logps, dtype=dtype), wanted, rtol=0, atol=bound)
+            torch.testing.assert_close(torch.tensor(response.logps, dtype=wanted.dtype), wanted, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,8 @@ its output and one fp32 log-sum-exp per head. Two kinds of kernels:
 - fused (Megatron, vLLM): a norm saves its input and output; SwiGLU gate, up and their product; grouped KV heads are
   read unrepeated.
 - eager (transformers' modules, which this package runs): RMSNorm also saves its input in w bytes and the normed values,
-  SwiGLU the activated gate, and the causal attention of a prefix reads each KV head once per query head.
+  SwiGLU the activated gate, and the causal attention of a prefix reads each KV head once per query head (but without a
+  graph on a CPU: there the plan is too high).
 With sequence parallelism what lies between two norms is sharded by t too, and gathered where the backward needs it.
 """
 

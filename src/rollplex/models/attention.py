@@ -27,8 +27,10 @@ def causal_attention(
 ) -> torch.Tensor:
     """Causal self-attention inside each of the packed prompts; (T, H * D). Equal neighbours share one call, a prompt
     longer than a chunk has several."""
-    # Without a graph a CPU reads shared heads where they lie, the same bits (a graph's memory is planned with copies).
-    grouped = q_THD.device.type == "cpu" and not torch.is_grad_enabled()
+    # Without a graph a CPU reads shared heads where they lie, the same bits. A graph's memory is planned with copies;
+    # kernels of 16 bits pack or not by the number of heads, with other bits on some processors.
+    wide = q_THD.dtype in {torch.float32, torch.float64}
+    grouped = wide and q_THD.device.type == "cpu" and not torch.is_grad_enabled()
     if not grouped:
         repeat = q_THD.shape[1] // k_TKD.shape[1]
         k_TKD, v_TKD = k_TKD.repeat_interleave(repeat, dim=1), v_TKD.repeat_interleave(repeat, dim=1)

@@ -1,7 +1,8 @@
 """Linear layers and MLPs of decoder and vision tower, without the calls that nn.Module makes around them.
 
 A pass of a few hundred tokens makes as many calls in `Module.__call__` as in its layers, all with the interpreter in
-hand, which decoding beside it waits for (norms.py). Modules of other types (peft's) are called as they are.
+hand, which decoding beside it waits for (norms.py). Modules of other types (peft's) are called as they are; forward
+hooks of plain ones are not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def linear(module: Any, x_TC: torch.Tensor) -> torch.Tensor:
 
 
 def mlp(module: Any, x_TC: torch.Tensor) -> torch.Tensor:
-    """module(x_TC), of an MLP with a gate (the decoders', Qwen2.5-VL's tower) or without (Qwen3-VL's tower)."""
+    """module(x_TC) of the MLPs of both families: with a gate (the decoders, Qwen2.5-VL's tower) or without (Qwen3-VL's
+    tower). Told by their parts' names, so another family's MLP needs a look at its formula."""
     if hasattr(module, "gate_proj"):
         activated_TI = module.act_fn(linear(module.gate_proj, x_TC))
         return linear(module.down_proj, activated_TI * linear(module.up_proj, x_TC))

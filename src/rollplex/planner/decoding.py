@@ -46,7 +46,7 @@ def decode_ends(
 ) -> Ends:
     """Decode all responses of `groups` on one engine, waiting rows taking free places in order.
 
-    shared_prompts: a prompt's keys and values are read once a step for all its rows, as rollout/decode.py does; off:
+    shared_prompts: a prompt's keys and values are read once a step for all its rows, as rollout/two_level.py does; off:
     once for each row, as paged attention does. Prompt passes are not counted here. A response of n tokens needs n - 1
     steps: its first token comes from the prompt.
     """

@@ -41,7 +41,8 @@ FUSED = Launches(projections=3, attention=1, on_prefix=1, finish=7, head=3, bloc
 # Calls of operators that are no mere view, counted while the passes of this repository ran (Qwen2.5-VL, CPU; see
 # docs/cost-model.md). A backward makes 2.2 for each of the forward; without Python between them they count as 1.5.
 EAGER = Launches(projections=15, attention=4, on_prefix=25, finish=14, head=20, block=24, call=1, backward=1.5)
-# Scores of rollout/two_level.py read or written: product, softmax (both), product; the few of suffixes once more each.
+# Scores of rollout/two_level.py read or written: product, softmax (both), product; without those of
+# suffixes, which are few, and the bias of unequal prompts (both once more).
 _SCORE_PASSES = 4
 # fp32 passes over the logits of a chunk (models/logprobs.py): written, log-sum-exp, subtracted and exponentiated in
 # place, entropy.
@@ -208,7 +209,7 @@ class ModelCounts:
         """One token for each of `rows` responses, head included.
 
         pairs: sum of their contexts. cached_tokens: tokens whose keys and values are read, once for each time: a prompt
-        that its group's rows read together counts once, as here (rollout/decode.py), else once per row.
+        that its group's rows read together counts once, as here (rollout/two_level.py), else once per row.
         """
         text = self.shape.text
         width = 2 * text.num_kv_heads * text.head_dim * self.dtype_bytes

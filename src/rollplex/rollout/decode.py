@@ -1,7 +1,7 @@
-"""One decode step on packed rows: lean forward, prompt caches per group, suffix caches per row.
+"""One decode step on packed rows: a lean forward over caches that others hold (grown_rows.py, fixed_step.py).
 
-Shape letters: B live rows, G live groups, N most rows of a group, H/K/E query heads, key/value heads, their ratio,
-D head dim, P longest prompt, R longest suffix so far.
+Shape letters: B live rows, H/K query and key/value heads, J = H + K (with v: H + 2 K), D head dim, X = J * D,
+A = H * D, C hidden width, I MLP width.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class DecodeModel:
                 mixed_BA = F.pad(mixed_BA, (0, 0, 0, missing))
             self._add_linear(x_BC, mixed_BA, layer.output_AC, layer.modules.self_attn.o_proj)
             self._add_mlp(x_BC, layer, buffers)
+        del attend, mixed_BA, buffers  # scores may be larger than logits
         return self.logits(x_BC)[:rows]
 
     def _project(self, layer: _Layer, h_BC: torch.Tensor, buffers: _Buffers) -> None:

@@ -1,6 +1,7 @@
 """Keys and values of live responses in caches of just the size that they need: `LiveRows` without fixed shapes.
 
-Shape letters as in decode.py.
+Shape letters: B live rows, G live groups, H/K query and key/value heads, D head dim, P longest prompt, R longest suffix
+so far.
 """
 
 from __future__ import annotations
