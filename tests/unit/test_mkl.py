@@ -28,6 +28,7 @@ def test_only_intel_processors_are_asked_and_only_where_the_user_said_nothing(
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+@pytest.mark.skipif(not is_intel(), reason="only Intel's processors are asked; others: numerics/test_thread_bits.py")
 @pytest.mark.parametrize("first", ["rollplex", "torch"])
 def test_products_have_the_same_bits_on_one_thread_and_on_two(first: str) -> None:
     """In a process of its own, whichever is imported first: MKL reads its setting at the first product. Batches as
