@@ -1,9 +1,9 @@
 """Bits of products that do not depend on the number of threads, asked of MKL where it can promise them.
 
 How many threads compute a product depends on what runs beside decoding, and results must not. On an Intel processor
-MKL's fp32 products depend on it in many shapes (of 16 rows and more; 2816 x 512 matrices of Qwen2.5-VL's kind among
-them), but for its strict mode of conditional numerical reproducibility, which costs nothing measurable
-(docs/lab-notes.md). Other processors have no such mode; what models/steady.py adds is for them.
+MKL's fp32 products depend on it in many shapes (16 rows and more of 1,408 numbers, 4 to 15 of 448), but not in its
+strict mode of conditional numerical reproducibility, which costs nothing measurable (docs/lab-notes.md). Other
+processors have no such mode; what models/steady.py adds is for them.
 """
 
 from __future__ import annotations

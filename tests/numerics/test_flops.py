@@ -22,7 +22,7 @@ from rollplex.planner.flops import ModelCounts
 from rollplex.planner.load import GroupLoad, Prompt
 from rollplex.planner.work import Work
 from rollplex.rollout.decode import DecodeModel
-from rollplex.rollout.grown_rows import PromptCache, SuffixCache, next_logits
+from rollplex.rollout.grown_rows import GrownRows
 from rollplex.train.full_sequence import full_sequence_logps
 from rollplex.train.response import GroupTokens, response_logps
 from rollplex.types import PromptSpec
@@ -164,15 +164,13 @@ def test_decode_step(rig: Rig) -> None:
     model, rows_each, earlier = DecodeModel(rig.policy), 4, 5
     with torch.no_grad():
         pack = compute_prefix(rig.policy, specs, "none")
-        prompts, suffix = PromptCache(model), SuffixCache(model, 16)
+        live, owners = GrownRows(model, 16), [row // rows_each for row in range(2 * rows_each)]
         for number in range(2):
-            prompts.add(number, pack, number)
-        suffix.grow_rows(2 * rows_each, [specs[0].next_position] * 2 * rows_each)
-        prompts.assign([row // rows_each for row in range(2 * rows_each)])
-        fed = torch.arange(2 * rows_each)
+            live.join(number, pack, number)
+        live.add(owners, [specs[0].next_position] * len(owners))
         for _ in range(earlier):
-            next_logits(fed, prompts, suffix)
-        found, _ = counted(lambda: next_logits(fed, prompts, suffix))
+            live.forward(range(len(owners)))
+        found, _ = counted(lambda: live.forward(range(len(owners))))
     context = specs[0].num_tokens + earlier + 1
     ours = ModelCounts(_shape(rig), 4).decode_step(2 * rows_each, 2 * rows_each * context, 0)
     _close(ours, found)

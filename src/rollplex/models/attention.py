@@ -104,7 +104,7 @@ class GroupRows:
         """(t, H, D) packed rows -> (G * N, H, R, D), zeros behind shorter responses."""
         longest = max(self.lengths)
         if min(self.lengths) == longest:
-            return x_tHD.unflatten(0, (len(self.lengths), longest)).transpose(1, 2)
+            return by_run(x_tHD, len(self.lengths), longest)
         padded = x_tHD.new_zeros((len(self.lengths), longest, *x_tHD.shape[1:]))
         padded[self._mask(x_tHD.device)] = x_tHD
         return padded.transpose(1, 2)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollplex.errors import StateError
 from rollplex.models.adapter import VisionFeatures
-from rollplex.models.attention import PrefixKV, accumulation_dtype, causal_attention
+from rollplex.models.attention import PrefixKV, accumulation_dtype, by_run, causal_attention
 from rollplex.models.policy import Policy
 from rollplex.models.row_chunks import RowChunks, joined
 from rollplex.models.steady import product
@@ -97,7 +97,7 @@ class PrefixPack:
         tensors = [self.keys[layer], self.values[layer]]
         if with_grads:
             tensors += [self.grad_keys[layer], self.grad_values[layer]]
-        views = [t[part].unflatten(0, (count, length)).transpose(1, 2) for t in tensors]
+        views = [by_run(t[part], count, length) for t in tensors]
         return PrefixKV(views[0], views[1], *(views[2:] if with_grads else (None, None)))
 
 

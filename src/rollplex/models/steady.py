@@ -27,18 +27,24 @@ def missing_rows(rows: int, like: torch.Tensor) -> int:
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right, (..., M, K) and (..., K, N) of the same batch."""
-    missing = missing_rows(left.shape[-2], left)
-    if not missing or left.shape[:-2].numel() > 1:
+    missing = _missing_rows_of(left)
+    if not missing:
         return torch.matmul(left, right)
     return torch.matmul(F.pad(left, (0, 0, 0, missing)), right)[..., : left.shape[-2], :]
 
 
 def product_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """out = left @ right, (N, M, K) and (N, K, L)."""
-    if left.shape[0] == 1 and missing_rows(left.shape[1], left):
+    if _missing_rows_of(left):
         out.copy_(product(left, right))
     else:
         torch.bmm(left, right, out=out)
+
+
+def _missing_rows_of(left: torch.Tensor) -> int:
+    """Of a product's left side (..., M, K); batches of more than one product need none."""
+    missing = missing_rows(left.shape[-2], left)
+    return missing if missing and left.shape[:-2].numel() == 1 else 0
 
 
 def by_rows(module: Callable[[torch.Tensor], torch.Tensor], x_TC: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ A = H * D, C hidden width, I MLP width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,15 +21,26 @@ from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack
 from rollplex.models.rotary import turn
 from rollplex.models.steady import missing_rows
+from rollplex.rollout.two_level import Grid, LayerCaches, Seen, StepAttention
 
 
 class Caches(Protocol):
     """Keys and values that a decode step reads, and where it stores those of its own tokens."""
 
-    def opened(self, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> Callable[[int], torch.Tensor]:
-        """Attention of this step in layer 0, 1, ..., each called when the buffers hold its queries, keys and values:
-        stores keys and values; (B, H * D) over each row's prompt and suffix, this token included, until the next
-        call."""
+    @property
+    def prompt_seen(self) -> Seen:
+        """Places of the rows' prompts."""
+
+    @property
+    def suffix_seen(self) -> Seen:
+        """Places of the rows' suffixes, this step's token included."""
+
+    @property
+    def grid(self) -> Grid:
+        """Which rows share a prompt."""
+
+    def store(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> LayerCaches:
+        """Store this token's keys and values; all that the rows see in this layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +134,17 @@ class DecodeModel:
         cos_B1D = self.cos_M1D.index_select(0, positions_B)
         sin_B1D = self.sin_M1D.index_select(0, positions_B)
         buffers = _Buffers(x_BC, self.shape, self.mlp_width)
-        attend = caches.opened(buffers.q_BHD[:rows], buffers.k_BKD[:rows], buffers.v_BKD[:rows])
+        q_BHD, k_BKD, v_BKD = buffers.q_BHD[:rows], buffers.k_BKD[:rows], buffers.v_BKD[:rows]
+        attention = StepAttention(q_BHD, k_BKD.shape[1], caches.prompt_seen, caches.suffix_seen, caches.grid)
         for number, layer in enumerate(self.layers):
             self._project(layer, rms_norm(layer.input_norm, x_BC), buffers)
             turn(buffers.qk_BJD, cos_B1D, sin_B1D, out=buffers.turned_BJD)
-            mixed_BA = attend(number)
+            mixed_BA = attention(caches.store(number, k_BKD, v_BKD))
             if missing:
                 mixed_BA = F.pad(mixed_BA, (0, 0, 0, missing))
             self._add_linear(x_BC, mixed_BA, layer.output_AC, layer.modules.self_attn.o_proj)
             self._add_mlp(x_BC, layer, buffers)
-        del attend, mixed_BA, buffers  # scores may be larger than logits
+        del attention, mixed_BA, buffers, q_BHD, k_BKD, v_BKD  # scores may be larger than logits
         return self.logits(x_BC)[:rows]
 
     def _project(self, layer: _Layer, h_BC: torch.Tensor, buffers: _Buffers) -> None:

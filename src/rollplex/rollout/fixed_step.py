@@ -10,7 +10,7 @@ Shape letters as in two_level.py, of a bucket or of the caches that hold it; L l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from rollplex.models.prefix import PrefixPack
 from rollplex.rollout.decode import DecodeModel
 from rollplex.rollout.decode_buckets import Bucket
-from rollplex.rollout.two_level import Grid, LayerCaches, Seen, StepAttention, bias_where
+from rollplex.rollout.two_level import Grid, LayerCaches, Seen, bias_where
 
 
 class FixedCaches:
@@ -128,10 +128,11 @@ class FixedStep:
             caches,
             bucket,
             self.places_B,
-            prompt=Seen(
-                bucket.prompt, bias_where(caches.counts[: bucket.prompt] >= self.lengths_G[:, None], dtype).unsqueeze(1)
+            caches.counts[: bucket.rows],
+            prompt_seen=Seen(
+                bucket.prompt, bias_where(caches.counts[: bucket.prompt] >= self.lengths_G[:, None], dtype)
             ),
-            suffix=Seen(bucket.suffix, bias_where(caches.counts[: bucket.suffix] > self.places_B[:, None], dtype)),
+            suffix_seen=Seen(bucket.suffix, bias_where(caches.counts[: bucket.suffix] > self.places_B[:, None], dtype)),
             grid=Grid(bucket.groups, bucket.width, self.rows_GN, self.cells_B),
         )
         caches.logits_BV[: bucket.rows] = caches.model.next_logits(self.tokens_B, self.positions_B, window)
@@ -144,26 +145,19 @@ class _Window:
     caches: FixedCaches
     bucket: Bucket
     places_B: torch.Tensor
-    prompt: Seen
-    suffix: Seen
+    rows_B: torch.Tensor  # 0, 1, 2, ...
+    prompt_seen: Seen
+    suffix_seen: Seen
     grid: Grid
 
-    def opened(self, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> Callable[[int], torch.Tensor]:
+    def store(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> LayerCaches:
         caches, size = self.caches, self.bucket
-        attention = StepAttention(q_BHD, k_BKD.shape[1], self.prompt, self.suffix, self.grid)
-        rows_B = caches.counts[: size.rows]
-
-        def attend(layer: int) -> torch.Tensor:
-            suffix_keys = caches.suffix_keys[layer, : size.rows]
-            suffix_values = caches.suffix_values[layer, : size.rows]
-            suffix_keys[rows_B, :, self.places_B] = k_BKD
-            suffix_values[rows_B, :, self.places_B] = v_BKD
-            stored = LayerCaches(
-                caches.prompt_keys[layer, : size.groups, :, :, : size.prompt].flatten(0, 1),
-                caches.prompt_values[layer, : size.groups, :, : size.prompt].flatten(0, 1),
-                suffix_keys[:, :, : size.suffix].flatten(0, 1).transpose(1, 2),
-                suffix_values[:, :, : size.suffix].flatten(0, 1),
-            )
-            return attention(stored)
-
-        return attend
+        suffix_keys, suffix_values = caches.suffix_keys[layer, : size.rows], caches.suffix_values[layer, : size.rows]
+        suffix_keys[self.rows_B, :, self.places_B] = k_BKD
+        suffix_values[self.rows_B, :, self.places_B] = v_BKD
+        return LayerCaches(
+            caches.prompt_keys[layer, : size.groups, :, :, : size.prompt].flatten(0, 1),
+            caches.prompt_values[layer, : size.groups, :, : size.prompt].flatten(0, 1),
+            suffix_keys[:, :, : size.suffix].flatten(0, 1).transpose(1, 2),
+            suffix_values[:, :, : size.suffix].flatten(0, 1),
+        )

@@ -6,7 +6,7 @@ so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollplex.models.prefix import PrefixPack
 from rollplex.rollout.decode import DecodeModel
 from rollplex.rollout.decode_buckets import table, widest
-from rollplex.rollout.two_level import Grid, LayerCaches, Seen, StepAttention, bias_where
+from rollplex.rollout.two_level import Grid, LayerCaches, Seen, bias_where
 
 # Suffix caches grow by this many tokens at a time, so that short responses do not pay for max_completion_length.
 SUFFIX_BLOCK = 64
@@ -79,7 +79,7 @@ class PromptCache:
         bias = None
         if min(lengths) < longest:
             behind = torch.arange(longest, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]
-            bias = bias_where(behind, self.keys[0].dtype).unsqueeze(1)
+            bias = bias_where(behind, self.keys[0].dtype)
         self.seen = Seen(longest, bias)
         self.stale = False
 
@@ -94,9 +94,8 @@ class SuffixCache:
         self.first: list[int] = []  # position of the first response token, per row
         self.keys: list[torch.Tensor] = []  # per layer (rows, K, capacity, D)
         self.values: list[torch.Tensor] = []
-        self._flat: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # views (rows * K, D, capacity), (rows * K, capacity, D)
+        # Views of both: (rows * K, D, capacity) and (rows * K, capacity, D)
+        self._flat: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.positions_B = torch.empty(0, dtype=torch.long)
         self.seen = Seen(0)
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -191,23 +190,21 @@ class _GrownCaches:
     prompts: PromptCache
     suffix: SuffixCache
 
-    def opened(self, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> Callable[[int], torch.Tensor]:
-        prompts, suffix = self.prompts, self.suffix
-        attention = StepAttention(q_BHD, k_BKD.shape[1], prompts.seen, suffix.seen, prompts.grid)
+    @property
+    def prompt_seen(self) -> Seen:
+        return self.prompts.seen
 
-        def attend(layer: int) -> torch.Tensor:
-            stored = suffix.write(layer, k_BKD, v_BKD)
-            return attention(LayerCaches(prompts.keys[layer], prompts.values[layer], *stored))
+    @property
+    def suffix_seen(self) -> Seen:
+        return self.suffix.seen
 
-        return attend
+    @property
+    def grid(self) -> Grid:
+        return self.prompts.grid
 
-
-def next_logits(tokens_B: torch.Tensor, prompts: PromptCache, suffix: SuffixCache) -> torch.Tensor:
-    """Feed one token per row; (B, V) logits of the next one."""
-    suffix.begin_token()
-    logits_BV = suffix.model.next_logits(tokens_B, suffix.positions_B, _GrownCaches(prompts, suffix))
-    suffix.end_token()
-    return logits_BV
+    def store(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> LayerCaches:
+        stored = self.suffix.write(layer, k_BKD, v_BKD)
+        return LayerCaches(self.prompts.keys[layer], self.prompts.values[layer], *stored)
 
 
 class GrownRows:
@@ -241,4 +238,9 @@ class GrownRows:
         if self._moved:
             self.prompts.assign(self.owners)
             self._moved = False
-        return next_logits(torch.tensor(tokens, device=self.model.policy.device), self.prompts, self.suffix)
+        fed_B = torch.tensor(tokens, device=self.model.policy.device)
+        self.suffix.begin_token()
+        caches = _GrownCaches(self.prompts, self.suffix)
+        logits_BV = self.model.next_logits(fed_B, self.suffix.positions_B, caches)
+        self.suffix.end_token()
+        return logits_BV

@@ -33,7 +33,7 @@ class Grid:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """How many places a step's rows look at; `bias` is added to scores, -inf where nothing is to be seen, None: all
-    is. Of prompts (G, 1, 1, 1, P), of suffixes (B, 1, 1, R)."""
+    is. Of prompts (G, 1, 1, P), of suffixes (B, 1, 1, R)."""
 
     places: int
     bias: torch.Tensor | None = None
@@ -63,7 +63,8 @@ class StepAttention:
         by_cell = grid.groups, num_kv, grid.width, repeat
         by_group = grid.groups * num_kv, grid.width * repeat  # all queries of a group that read one key/value head
         by_row = rows * num_kv, repeat
-        self._prompt_bias, self._suffix_bias = prompt.bias, suffix.bias
+        self._prompt_bias = None if prompt.bias is None else prompt.bias.unsqueeze(1)  # as (G, K, N, E, P)
+        self._suffix_bias = suffix.bias
 
         q_rows, q_cells = q_BHD.new_empty(q_BKED.shape), q_BHD.new_empty(*by_cell, head_dim)
         self._queries, self._q_rows = q_BKED, q_rows
