@@ -252,6 +252,12 @@ def test_responses_of_one_token(max_rows):
     assert steps == (6 if max_rows == 1 else 1)
 
 
+def _addresses(engine: LocalEngine) -> list[int]:
+    """Of the fused matrices that it decodes with."""
+    assert engine.model.plain is not None
+    return [layer.qkv_CX.data_ptr() for layer in engine.model.plain.layers]
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_g11_after_an_optimizer_step_the_new_weights_decode(family, frozen):
@@ -266,12 +272,12 @@ def test_g11_after_an_optimizer_step_the_new_weights_decode(family, frozen):
     with full_float64():
         _run(policy, specs, params)  # fuses the weights
         features = policy.encode(specs).embeds.clone()
-        storage = [layer.qkv_CX.data_ptr() for layer in LocalEngine(policy, params, max_rows=2).model.layers]
+        storage = _addresses(LocalEngine(policy, params, max_rows=2))
         scored = groups_of(specs, NAMES, [[3, 4]] * len(NAMES), made.plain_vocab)
         product_update(policy, scored, config_of(train={"learning_rate": 3e-3}))
         assert torch.equal(policy.encode(specs).embeds, features) == frozen
         engine = LocalEngine(policy, params, max_rows=64)
-        assert [layer.qkv_CX.data_ptr() for layer in engine.model.layers] == storage  # still views: nothing copied
+        assert _addresses(engine) == storage  # still views: nothing copied
         found, _ = _run(policy, specs, params)
         fresh = Policy(copy.deepcopy(policy.model))
         assert {k: r.token_ids for k, r in found.items()} == {

@@ -15,8 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rollplex.rollout.engine import SamplingParams
-from rollplex.rollout.sampling import draw, filtered, keyed_uniforms, penalised
+from rollplex.rollout.sampling import Filters, draw, filtered, keyed_uniforms, penalised
 
 FILTERS = st.fixed_dictionaries(
     {
@@ -49,7 +48,7 @@ def test_filters_equal_transformers(seed, vocab, scale, ties, filters):
         wanted = TopPLogitsWarper(filters["top_p"])(None, wanted)
     if filters["min_p"] > 0:
         wanted = MinPLogitsWarper(filters["min_p"])(None, wanted)
-    found = filtered(scores, SamplingParams(1, 1, **filters))
+    found = filtered(scores, Filters(1.0, **filters, repetition_penalty=1.0, banned_ids=None))
     assert torch.equal(found, wanted)
     assert bool(torch.isfinite(found).any(-1).all())
 

@@ -20,3 +20,12 @@ def rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
     normed: torch.Tensor = norm(x)
     return normed
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float, lifted: bool) -> torch.Tensor:
+    """The same of tensors alone, for TorchScript (rollout/uninterrupted.py). lifted: float64 stays float64
+    (precision.py)."""
+    if x.dtype == torch.float32 and weight.dtype == torch.float32:
+        return torch.rms_norm(x, weight.shape, weight, epsilon)
+    wide = x if lifted and x.dtype == torch.float64 else x.to(torch.float32)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)

@@ -25,17 +25,19 @@ class _Rotate(torch.autograd.Function):
         return turn(grads[0], cos_T1D, sin_T1D, -1), None, None
 
 
-def turn(
-    x_THD: torch.Tensor,
-    cos_T1D: torch.Tensor,
-    sin_T1D: torch.Tensor,
-    sign: int = 1,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def turn(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, sign: int = 1) -> torch.Tensor:
     """The rotation by itself, without a backward; sign -1: its inverse. Tables of (T, 1, D), sines `signed`."""
+    return _add_other_half(torch.mul(x_THD, cos_T1D), x_THD, sin_T1D, sign)
+
+
+def turn_into(out_THD: torch.Tensor, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> None:
+    """out = turn(x)."""
+    torch.mul(x_THD, cos_T1D, out=out_THD)
+    _add_other_half(out_THD, x_THD, sin_T1D, 1)
+
+
+def _add_other_half(turned_THD: torch.Tensor, x_THD: torch.Tensor, sin_T1D: torch.Tensor, sign: int) -> torch.Tensor:
     other_THD = torch.roll(x_THD, x_THD.shape[-1] // 2, -1)
-    turned_THD = torch.mul(x_THD, cos_T1D, out=out)
     return torch.addcmul(turned_THD, other_THD, sin_T1D, value=sign, out=turned_THD)
 
 

@@ -1,7 +1,9 @@
-"""One decode step on packed rows: a lean forward over caches that others hold (grown_rows.py, fixed_step.py).
+"""One decode step on packed rows over caches that others hold (grown_rows.py, fixed_step.py).
 
-Shape letters: B live rows, H/K query and key/value heads, J = H + K (with v: H + 2 K), D head dim, X = J * D,
-A = H * D, C hidden width, I MLP width.
+For a decoder of plain matrices on one rank it is one call (plain_step.py); of others (LoRA, tensor parallelism) the
+modules are called layer by layer.
+
+Shape letters as in plain_step.py.
 """
 
 from __future__ import annotations
@@ -13,85 +15,27 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.activations import SiLUActivation
 
-from rollplex.models.adapter import DecoderShape
-from rollplex.models.fused import fuse_layer
+from rollplex.models.adapter import VlmAdapter
+from rollplex.models.fused import FusedLayer, fuse_layer
 from rollplex.models.norms import rms_norm
 from rollplex.models.policy import Policy
+from rollplex.models.precision import is_lifted
 from rollplex.models.prefix import PrefixPack
 from rollplex.models.rotary import turn
-from rollplex.models.steady import missing_rows
-from rollplex.rollout.two_level import Grid, LayerCaches, Seen, StepAttention
-
-
-class Caches(Protocol):
-    """Keys and values that a decode step reads, and where it stores those of its own tokens."""
-
-    @property
-    def prompt_seen(self) -> Seen:
-        """Places of the rows' prompts."""
-
-    @property
-    def suffix_seen(self) -> Seen:
-        """Places of the rows' suffixes, this step's token included."""
-
-    @property
-    def grid(self) -> Grid:
-        """Which rows share a prompt."""
-
-    def store(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> LayerCaches:
-        """Store this token's keys and values; all that the rows see in this layer."""
+from rollplex.models.steady import by_rows, missing_rows
+from rollplex.rollout.plain_step import Fed, PlainLayer, PlainModel, plain_step
+from rollplex.rollout.two_level import LayerCaches, Sight, attend, scratch_for, store
+from rollplex.rollout.uninterrupted import uninterrupted
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """One decoder layer as a step reads it: matrices as products take them, None where modules must be called."""
+class Caches:
+    """Keys and values that a decode step reads and adds those of its own tokens to."""
 
-    modules: Any
-    input_norm: Any
-    mlp_norm: Any
-    qkv_CX: torch.Tensor | None
-    qkv_bias: torch.Tensor | None
-    gate_up_CI: torch.Tensor | None
-    output_AC: torch.Tensor | None
-    down_IC: torch.Tensor | None
-
-    @classmethod
-    def of(cls, layer: Any, *, alone: bool) -> _Layer:
-        """alone: no other ranks share the layer."""
-        fused = fuse_layer(layer)
-        return cls(
-            modules=layer,
-            input_norm=layer.input_layernorm,
-            mlp_norm=layer.post_attention_layernorm,
-            qkv_CX=None if fused.qkv_weight is None else fused.qkv_weight.T,
-            qkv_bias=fused.qkv_bias,
-            gate_up_CI=None if fused.gate_up_weight is None else fused.gate_up_weight.T,
-            output_AC=_matrix(layer.self_attn.o_proj) if alone else None,
-            down_IC=_matrix(layer.mlp.down_proj) if alone else None,
-        )
-
-
-def _matrix(module: Any) -> torch.Tensor | None:
-    """Of a plain linear layer without a bias."""
-    return module.weight.detach().T if type(module) is nn.Linear and module.bias is None else None
-
-
-class _Buffers:
-    """What all layers of one step write to, and its parts: a view costs as much as an operation (two_level.py)."""
-
-    def __init__(self, like: torch.Tensor, shape: DecoderShape, width: int):
-        """like: (rows, C). width: of gate and up together."""
-        rows, heads, kv_heads = like.shape[0], shape.num_heads, shape.num_kv_heads
-        self.qkv_BX = like.new_empty(rows, (heads + 2 * kv_heads) * shape.head_dim)
-        qkv_BJD = self.qkv_BX.view(rows, -1, shape.head_dim)
-        self.qk_BJD, self.v_BKD = qkv_BJD.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
-        self.unturned = self.qk_BJD.split_with_sizes([heads, kv_heads], dim=1)
-        self.turned_BJD = like.new_empty(self.qk_BJD.shape)
-        self.q_BHD, self.k_BKD = self.turned_BJD.split_with_sizes([heads, kv_heads], dim=1)
-        self.gate_up_BI = like.new_empty(rows, width)
-        self.gate_BI, self.up_BI = self.gate_up_BI.chunk(2, dim=-1)
-        self.activated_BI = like.new_empty(rows, width // 2)
+    layers: list[LayerCaches]
+    sight: Sight
 
 
 class DecodeModel:
@@ -100,20 +44,21 @@ class DecodeModel:
     def __init__(self, policy: Policy):
         self.policy, self.adapter, self.shape = policy, policy.adapter, policy.adapter.shape
         self.ranks = policy.adapter.ranks
-        self.layers = [_Layer.of(layer, alone=self.ranks.size == 1) for layer in self.adapter.layers]
-        widths = [layer.gate_up_CI.shape[1] for layer in self.layers if layer.gate_up_CI is not None]
-        self.mlp_width = max(widths, default=0)
+        self.fused = [fuse_layer(layer) for layer in self.adapter.layers]
+        self.plain = _plain(policy.adapter, self.fused)
         self.root_scaling = self.shape.scaling**0.5
-        self.has_qk_norm = hasattr(self.adapter.layers[0].self_attn, "q_norm")
         self.cos_M1D = self.sin_M1D = torch.empty(0, 1, self.shape.head_dim, dtype=policy.dtype, device=policy.device)
+        self._plain_step = uninterrupted(plain_step, policy.device)
+        self._scratch_for = uninterrupted(scratch_for, policy.device)
+        self._store, self._attend = uninterrupted(store, policy.device), uninterrupted(attend, policy.device)
 
     def logits(self, hidden_BC: torch.Tensor) -> torch.Tensor:
         """(B, V) logits of hidden states before the final norm."""
-        rows = hidden_BC.shape[0]
-        if missing := missing_rows(rows, hidden_BC):
-            hidden_BC = F.pad(hidden_BC, (0, 0, 0, missing))
-        logits_BV = F.linear(rms_norm(self.adapter.final_norm, hidden_BC), self.adapter.lm_head.weight)[:rows]
-        return self.adapter.vocab_part.whole(logits_BV, self.shape.vocab_size)
+        adapter = self.adapter
+        logits_BV = by_rows(
+            lambda x_BC: F.linear(rms_norm(adapter.final_norm, x_BC), adapter.lm_head.weight), hidden_BC
+        )
+        return adapter.vocab_part.whole(logits_BV, self.shape.vocab_size)
 
     def ensure_positions(self, count: int) -> None:
         """Rotary tables for text positions [0, count): all three axes equal, as in every response."""
@@ -126,56 +71,109 @@ class DecodeModel:
 
     def next_logits(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, caches: Caches) -> torch.Tensor:
         """(B, V) logits behind these tokens at these positions; nothing here waits for the device."""
-        rows = tokens_B.shape[0]
+        if self.plain is None:
+            return self._called(tokens_B, positions_B, caches)
+        fed = Fed(tokens_B, positions_B, self.cos_M1D, self.sin_M1D, caches.sight, is_lifted())
+        return self._plain_step(self.plain, caches.layers, fed)
+
+    def _called(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, caches: Caches) -> torch.Tensor:
+        """Layer by layer, through its modules."""
+        rows, shape = tokens_B.shape[0], self.shape
         missing = missing_rows(rows, self.cos_M1D)  # added to all products; attention goes without
         if missing:
             tokens_B, positions_B = (F.pad(x_B, (0, missing)) for x_B in (tokens_B, positions_B))
         x_BC = self.adapter.embed(tokens_B)
-        cos_B1D = self.cos_M1D.index_select(0, positions_B)
-        sin_B1D = self.sin_M1D.index_select(0, positions_B)
-        buffers = _Buffers(x_BC, self.shape, self.mlp_width)
-        q_BHD, k_BKD, v_BKD = buffers.q_BHD[:rows], buffers.k_BKD[:rows], buffers.v_BKD[:rows]
-        attention = StepAttention(q_BHD, k_BKD.shape[1], caches.prompt_seen, caches.suffix_seen, caches.grid)
-        for number, layer in enumerate(self.layers):
-            self._project(layer, rms_norm(layer.input_norm, x_BC), buffers)
-            turn(buffers.qk_BJD, cos_B1D, sin_B1D, out=buffers.turned_BJD)
-            mixed_BA = attention(caches.store(number, k_BKD, v_BKD))
+        cos_B1D, sin_B1D = self.cos_M1D.index_select(0, positions_B), self.sin_M1D.index_select(0, positions_B)
+        q_BHD = x_BC.new_empty(rows, shape.num_heads, shape.head_dim)
+        scratch = self._scratch_for(q_BHD, shape.num_kv_heads, caches.sight)
+        for layer, fused, cache in zip(self.adapter.layers, self.fused, caches.layers, strict=True):
+            qk_BJD, v_BKD = self._projected(layer, fused, rms_norm(layer.input_layernorm, x_BC))
+            turned_BJD = turn(qk_BJD, cos_B1D, sin_B1D)
+            q_BHD.copy_(turned_BJD[:rows, : shape.num_heads])
+            self._store(turned_BJD[:rows, shape.num_heads :], v_BKD[:rows], cache, caches.sight)
+            mixed_BA = self._attend(scratch, cache, caches.sight)
             if missing:
                 mixed_BA = F.pad(mixed_BA, (0, 0, 0, missing))
-            self._add_linear(x_BC, mixed_BA, layer.output_AC, layer.modules.self_attn.o_proj)
-            self._add_mlp(x_BC, layer, buffers)
-        del attention, mixed_BA, buffers, q_BHD, k_BKD, v_BKD  # scores may be larger than logits
+            x_BC.add_(self.ranks.total(layer.self_attn.o_proj(mixed_BA)))
+            x_BC.add_(self.ranks.total(self._mlp(layer, fused, rms_norm(layer.post_attention_layernorm, x_BC))))
+        del scratch, mixed_BA  # scores may be larger than logits
         return self.logits(x_BC)[:rows]
 
-    def _project(self, layer: _Layer, h_BC: torch.Tensor, buffers: _Buffers) -> None:
-        """Fill q, k (both after their norms) and v."""
-        attention = layer.modules.self_attn
-        if layer.qkv_CX is None:
+    def _projected(self, layer: Any, fused: FusedLayer, h_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """((B, J, D) queries and keys, both after their norms, (B, K, D) values)."""
+        attention, shape = layer.self_attn, self.shape
+        if fused.qkv_weight is None:
             modules = (attention.q_proj, attention.k_proj, attention.v_proj)
-            torch.cat([module(h_BC) for module in modules], dim=-1, out=buffers.qkv_BX)
-        elif layer.qkv_bias is None:
-            torch.mm(h_BC, layer.qkv_CX, out=buffers.qkv_BX)
+            qkv_BX = torch.cat([module(h_BC) for module in modules], dim=-1)
         else:
-            torch.addmm(layer.qkv_bias, h_BC, layer.qkv_CX, out=buffers.qkv_BX)
-        if self.has_qk_norm:
-            for norm, x_BJD in zip((attention.q_norm, attention.k_norm), buffers.unturned, strict=True):
-                x_BJD.copy_(rms_norm(norm, x_BJD))
+            qkv_BX = F.linear(h_BC, fused.qkv_weight, fused.qkv_bias)
+        heads = [shape.num_heads, shape.num_kv_heads]
+        qk_BJD, v_BKD = qkv_BX.unflatten(1, (-1, shape.head_dim)).split_with_sizes([sum(heads), heads[1]], dim=1)
+        if hasattr(attention, "q_norm"):
+            q_BHD, k_BKD = qk_BJD.split_with_sizes(heads, dim=1)
+            qk_BJD = torch.cat((rms_norm(attention.q_norm, q_BHD), rms_norm(attention.k_norm, k_BKD)), dim=1)
+        return qk_BJD, v_BKD
 
-    def _add_mlp(self, x_BC: torch.Tensor, layer: _Layer, buffers: _Buffers) -> None:
-        mlp, h_BC = layer.modules.mlp, rms_norm(layer.mlp_norm, x_BC)
-        if layer.gate_up_CI is None:
-            x_BC.add_(self.ranks.total(mlp(h_BC)))
-            return
-        torch.mm(h_BC, layer.gate_up_CI, out=buffers.gate_up_BI)
-        torch.mul(mlp.act_fn(buffers.gate_BI), buffers.up_BI, out=buffers.activated_BI)
-        self._add_linear(x_BC, buffers.activated_BI, layer.down_IC, mlp.down_proj)
+    def _mlp(self, layer: Any, fused: FusedLayer, h_BC: torch.Tensor) -> torch.Tensor:
+        if fused.gate_up_weight is None:
+            return layer.mlp(h_BC)
+        gate_BI, up_BI = F.linear(h_BC, fused.gate_up_weight).chunk(2, dim=-1)
+        return layer.mlp.down_proj(layer.mlp.act_fn(gate_BI) * up_BI)
 
-    def _add_linear(self, x_BC: torch.Tensor, h_BI: torch.Tensor, matrix_IC: torch.Tensor | None, module: Any) -> None:
-        """x += module(h) summed over ranks; in one kernel where this rank has a whole, plain matrix."""
-        if matrix_IC is not None:
-            torch.addmm(x_BC, h_BI, matrix_IC, out=x_BC)
-        else:
-            x_BC.add_(self.ranks.total(module(h_BI)))
+
+def _plain(adapter: VlmAdapter, fused: Sequence[FusedLayer]) -> PlainModel | None:
+    """The decoder as plain_step.py takes it, None where modules must be called."""
+    norms: list[Any] = [adapter.final_norm]
+    matrices: list[Any] = [adapter.lm_head]
+    for layer in adapter.layers:
+        norms += [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(layer)]
+        matrices += [layer.self_attn.o_proj, layer.mlp.down_proj]
+    epsilons = {float(norm.variance_epsilon) for norm in norms}
+    if (
+        adapter.ranks.size > 1
+        or type(adapter.embed) is not nn.Embedding
+        or not all(type(module) is nn.Linear and module.bias is None for module in matrices)
+        or not all(isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation) for layer in adapter.layers)
+        or len(epsilons) > 1
+    ):
+        return None
+    layers = [_plain_layer(layer, weights) for layer, weights in zip(adapter.layers, fused, strict=True)]
+    known = [layer for layer in layers if layer is not None]
+    if len(known) < len(layers):
+        return None
+    return PlainModel(
+        layers=known,
+        embedding_VC=adapter.embed.weight.detach(),
+        final_norm_C=norms[0].weight.detach(),
+        head_VC=adapter.lm_head.weight.detach(),
+        epsilon=epsilons.pop(),
+        heads=adapter.shape.num_heads,
+        kv_heads=adapter.shape.num_kv_heads,
+        head_dim=adapter.shape.head_dim,
+    )
+
+
+def _plain_layer(layer: Any, fused: FusedLayer) -> PlainLayer | None:
+    if fused.qkv_weight is None or fused.gate_up_weight is None:
+        return None
+    q_norm_D, k_norm_D = [norm.weight.detach() for norm in _head_norms(layer)] or (None, None)
+    return PlainLayer(
+        input_norm_C=layer.input_layernorm.weight.detach(),
+        qkv_CX=fused.qkv_weight.T,
+        qkv_bias_X=fused.qkv_bias,
+        q_norm_D=q_norm_D,
+        k_norm_D=k_norm_D,
+        output_AC=layer.self_attn.o_proj.weight.detach().T,
+        mlp_norm_C=layer.post_attention_layernorm.weight.detach(),
+        gate_up_CI=fused.gate_up_weight.T,
+        down_IC=layer.mlp.down_proj.weight.detach().T,
+    )
+
+
+def _head_norms(layer: Any) -> tuple[Any, ...]:
+    """Norms of queries and keys, in families that have them."""
+    attention = layer.self_attn
+    return (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
 
 
 class LiveRows(Protocol):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from rollplex.models.prefix import PrefixPack
-from rollplex.rollout.decode import DecodeModel
+from rollplex.rollout.decode import Caches, DecodeModel
 from rollplex.rollout.decode_buckets import Bucket
-from rollplex.rollout.two_level import Grid, LayerCaches, Seen, bias_where
+from rollplex.rollout.two_level import Grid, LayerCaches, Seen, Sight, bias_where
 
 
 class FixedCaches:
@@ -68,6 +68,20 @@ class FixedCaches:
             keys_KDP = kv.k_GKPD[0].transpose(1, 2) * self.model.root_scaling
             self.prompt_keys[layer, group, :, :, :length] = keys_KDP
             self.prompt_values[layer, group, :, :length] = kv.v_GKPD[0]
+
+    def layers(self, size: Bucket) -> list[LayerCaches]:
+        """So much of the buffers as `size` holds."""
+        return [
+            LayerCaches(
+                keys[: size.groups, :, :, : size.prompt].flatten(0, 1),
+                values[: size.groups, :, : size.prompt].flatten(0, 1),
+                suffix_keys,
+                suffix_values,
+            )
+            for keys, values, suffix_keys, suffix_values in zip(
+                self.prompt_keys, self.prompt_values, self.suffix_keys, self.suffix_values, strict=True
+            )
+        ]
 
     def move_prompt(self, source: int, target: int) -> None:
         """The prompt of one group becomes that of another."""
@@ -123,41 +137,12 @@ class FixedStep:
     def compute(self) -> None:
         """Reads and writes buffers alone, so it may be recorded; a second run changes nothing."""
         caches, bucket = self.caches, self.bucket
-        dtype = caches.logits_BV.dtype
-        window = _Window(
-            caches,
-            bucket,
+        dtype, counts = caches.logits_BV.dtype, caches.counts
+        sight = Sight(
+            Seen(bucket.prompt, bias_where(counts[: bucket.prompt] >= self.lengths_G[:, None], dtype)),
+            Seen(bucket.suffix, bias_where(counts[: bucket.suffix] > self.places_B[:, None], dtype)),
+            Grid(bucket.groups, bucket.width, self.rows_GN, self.cells_B),
             self.places_B,
-            caches.counts[: bucket.rows],
-            prompt_seen=Seen(
-                bucket.prompt, bias_where(caches.counts[: bucket.prompt] >= self.lengths_G[:, None], dtype)
-            ),
-            suffix_seen=Seen(bucket.suffix, bias_where(caches.counts[: bucket.suffix] > self.places_B[:, None], dtype)),
-            grid=Grid(bucket.groups, bucket.width, self.rows_GN, self.cells_B),
         )
-        caches.logits_BV[: bucket.rows] = caches.model.next_logits(self.tokens_B, self.positions_B, window)
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """`decode.Caches` of one step: so much of the buffers as its bucket holds."""
-
-    caches: FixedCaches
-    bucket: Bucket
-    places_B: torch.Tensor
-    rows_B: torch.Tensor  # 0, 1, 2, ...
-    prompt_seen: Seen
-    suffix_seen: Seen
-    grid: Grid
-
-    def store(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> LayerCaches:
-        caches, size = self.caches, self.bucket
-        suffix_keys, suffix_values = caches.suffix_keys[layer, : size.rows], caches.suffix_values[layer, : size.rows]
-        suffix_keys[self.rows_B, :, self.places_B] = k_BKD
-        suffix_values[self.rows_B, :, self.places_B] = v_BKD
-        return LayerCaches(
-            caches.prompt_keys[layer, : size.groups, :, :, : size.prompt].flatten(0, 1),
-            caches.prompt_values[layer, : size.groups, :, : size.prompt].flatten(0, 1),
-            suffix_keys[:, :, : size.suffix].flatten(0, 1).transpose(1, 2),
-            suffix_values[:, :, : size.suffix].flatten(0, 1),
-        )
+        step = Caches(caches.layers(bucket), sight)
+        caches.logits_BV[: bucket.rows] = caches.model.next_logits(self.tokens_B, self.positions_B, step)

@@ -7,15 +7,14 @@ so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rollplex.models.prefix import PrefixPack
-from rollplex.rollout.decode import DecodeModel
+from rollplex.rollout.decode import Caches, DecodeModel
 from rollplex.rollout.decode_buckets import table, widest
-from rollplex.rollout.two_level import Grid, LayerCaches, Seen, bias_where
+from rollplex.rollout.two_level import Grid, LayerCaches, Seen, Sight, bias_where
 
 # Suffix caches grow by this many tokens at a time, so that short responses do not pay for max_completion_length.
 SUFFIX_BLOCK = 64
@@ -94,11 +93,9 @@ class SuffixCache:
         self.first: list[int] = []  # position of the first response token, per row
         self.keys: list[torch.Tensor] = []  # per layer (rows, K, capacity, D)
         self.values: list[torch.Tensor] = []
-        # Views of both: (rows * K, D, capacity) and (rows * K, capacity, D)
-        self._flat: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.positions_B = torch.empty(0, dtype=torch.long)
         self.seen = Seen(0)
-        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.places_B: torch.Tensor | None = None  # where this step's keys and values go; None: all to the last place
 
     def grow_rows(self, num_rows: int, first_positions: list[int]) -> None:
         """Room for `num_rows` rows; the new ones are empty."""
@@ -132,26 +129,11 @@ class SuffixCache:
         positions = [first + length for first, length in zip(self.first, self.lengths, strict=True)]
         self.positions_B = torch.tensor(positions, device=device)
         if min(self.lengths) + 1 == used:
-            self._places, self.seen = None, Seen(used)
+            self.places_B, self.seen = None, Seen(used)
             return
-        lengths_B = torch.tensor(self.lengths, device=device)
-        self._places = (torch.arange(self.num_rows, device=device), lengths_B)
-        hidden = torch.arange(used, device=device) > lengths_B[:, None]
+        self.places_B = torch.tensor(self.lengths, device=device)
+        hidden = torch.arange(used, device=device) > self.places_B[:, None]
         self.seen = Seen(used, bias_where(hidden, self.keys[0].dtype))
-
-    def write(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store this token's keys and values; all of the rows' (B * K, D, R) and (B * K, R, D) so far."""
-        keys, values, used = self.keys[layer], self.values[layer], self.seen.places
-        if self._places is None:
-            keys[: self.num_rows, :, used - 1] = k_BKD
-            values[: self.num_rows, :, used - 1] = v_BKD
-        else:
-            rows, places = self._places
-            keys[rows, :, places] = k_BKD
-            values[rows, :, places] = v_BKD
-        flat_keys, flat_values = self._flat[layer]
-        count = self.num_rows * keys.shape[1]
-        return flat_keys[:count, :, :used], flat_values[:count, :used]
 
     def end_token(self) -> None:
         """This step's token now counts."""
@@ -159,7 +141,6 @@ class SuffixCache:
 
     def _resize(self, rows: int, capacity: int) -> None:
         shape = self.model.shape
-        self._flat = []  # else they hold every layer's old caches until the last one's are copied
         for tensors in (self.keys, self.values):
             for layer in range(shape.num_layers):
                 # zeros, not empty: masked places must hold finite values, 0 * nan is nan
@@ -177,34 +158,6 @@ class SuffixCache:
                     tensors[layer] = fresh
                 else:
                     tensors.append(fresh)
-        self._flat = [
-            (keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1))
-            for keys, values in zip(self.keys, self.values, strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _GrownCaches:
-    """Caches of exactly the size that is needed."""
-
-    prompts: PromptCache
-    suffix: SuffixCache
-
-    @property
-    def prompt_seen(self) -> Seen:
-        return self.prompts.seen
-
-    @property
-    def suffix_seen(self) -> Seen:
-        return self.suffix.seen
-
-    @property
-    def grid(self) -> Grid:
-        return self.prompts.grid
-
-    def store(self, layer: int, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> LayerCaches:
-        stored = self.suffix.write(layer, k_BKD, v_BKD)
-        return LayerCaches(self.prompts.keys[layer], self.prompts.values[layer], *stored)
 
 
 class GrownRows:
@@ -240,7 +193,11 @@ class GrownRows:
             self._moved = False
         fed_B = torch.tensor(tokens, device=self.model.policy.device)
         self.suffix.begin_token()
-        caches = _GrownCaches(self.prompts, self.suffix)
+        layers = zip(self.prompts.keys, self.prompts.values, self.suffix.keys, self.suffix.values, strict=True)
+        caches = Caches(
+            [LayerCaches(*tensors) for tensors in layers],
+            Sight(self.prompts.seen, self.suffix.seen, self.prompts.grid, self.suffix.places_B),
+        )
         logits_BV = self.model.next_logits(fed_B, self.suffix.positions_B, caches)
         self.suffix.end_token()
         return logits_BV

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from rollplex.errors import EngineError, StateError
-from rollplex.models.partial_attention import accumulation_dtype
 from rollplex.models.policy import Policy
 from rollplex.models.prefix import PrefixPack, compute_prefix
 from rollplex.rollout.decode import DecodeModel, LiveRows
@@ -24,7 +23,8 @@ from rollplex.rollout.decode_buckets import Limits
 from rollplex.rollout.decode_graphs import DecodeGraphs
 from rollplex.rollout.engine import Finished, SamplingParams
 from rollplex.rollout.grown_rows import GrownRows
-from rollplex.rollout.sampling import draw, filtered, keyed_uniforms, penalised
+from rollplex.rollout.sampling import Filters, choose, keyed_uniforms
+from rollplex.rollout.uninterrupted import uninterrupted
 from rollplex.types import FinishReason, PromptSpec, Response
 
 PrefixSource = Callable[[int, PromptSpec], tuple[PrefixPack, int]]
@@ -83,7 +83,15 @@ class LocalEngine:
         self.seen_BV: torch.Tensor | None = None
         self.stop_ids = frozenset(params.stop_token_ids)
         banned = torch.tensor(params.banned_token_ids, dtype=torch.long, device=policy.device)
-        self.banned_ids = banned if len(params.banned_token_ids) else None
+        self.filters = Filters(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            banned if params.banned_token_ids else None,
+        )
+        self._choose = uninterrupted(choose, policy.device)
 
     @property
     def busy(self) -> bool:
@@ -148,24 +156,12 @@ class LocalEngine:
 
     def _sample(self) -> None:
         """Append one token and its log-prob to every row. Raises EngineError when a row's logits are not finite."""
-        params = self.params
         assert self.logits_BV is not None  # every live row has logits
-        wide = accumulation_dtype(self.logits_BV.dtype)
-        raw_BV = self.logits_BV.to(wide)
-        logps_BV = torch.log_softmax(raw_BV / params.temperature, dim=-1)
-        if self.seen_BV is not None:
-            raw_BV = penalised(raw_BV, self.seen_BV, params.repetition_penalty)
-        scores_BV = raw_BV / params.temperature
-        if self.banned_ids is not None:
-            scores_BV = scores_BV.index_fill(1, self.banned_ids, float("-inf"))
-        if params.greedy:
-            tokens_B = scores_BV.argmax(-1)
-        else:
-            uniforms = torch.tensor([row.uniforms[len(row.tokens)] for row in self.rows], dtype=torch.float64)
-            tokens_B = draw(filtered(scores_BV, params), uniforms.to(scores_BV.device))
-        if self.seen_BV is not None:
-            self.seen_BV.scatter_(1, tokens_B[:, None], True)
-        chosen_B = logps_BV.gather(1, tokens_B[:, None]).squeeze(1)
+        uniforms_B = None
+        if not self.params.greedy:
+            uniforms = [row.uniforms[len(row.tokens)] for row in self.rows]
+            uniforms_B = torch.tensor(uniforms, dtype=torch.float64, device=self.policy.device)
+        tokens_B, chosen_B = self._choose(self.logits_BV, self.filters, self.seen_BV, uniforms_B)
         tokens, logps = tokens_B.tolist(), chosen_B.tolist()
         for row, token, logp in zip(self.rows, tokens, logps, strict=True):
             if not math.isfinite(logp):  # one NaN among the logits is enough

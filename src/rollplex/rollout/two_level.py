@@ -1,23 +1,20 @@
 """Attention of one decode step: each row over its group's prompt, held once per group, and over its own suffix.
 
-All layers of a step share their buffers, and views into them are made once a step: a view costs the interpreter as much
-as an operation, and each is waited for while passes run beside decoding (docs/lab-notes.md).
+Functions of tensors alone, in the part of Python that TorchScript reads (uninterrupted.py). All layers of a step share
+their buffers, and views into them are made once a step: a view costs as much as a small operation.
 
 Shape letters: B rows, G groups, N rows that a group has room for, H/K/E query heads, key/value heads, their ratio,
 D head dim, P prompt places, R suffix places.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from typing import NamedTuple  # no postponed annotations: TorchScript reads those of tuples as they are
 
 import torch
 
 from rollplex.models.steady import product_into
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """Rows as the cells of a table with one line for each group.
 
     rows_GN: the row in each cell, any row in an empty one; cells_B: the cell of each row. None: rows are the cells in
@@ -30,8 +27,7 @@ class Grid:
     cells_B: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """How many places a step's rows look at; `bias` is added to scores, -inf where nothing is to be seen, None: all
     is. Of prompts (G, 1, 1, P), of suffixes (B, 1, 1, R)."""
 
@@ -39,112 +35,140 @@ class Seen:
     bias: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCaches:
-    """Keys and values of one layer, with the score's scaling in queries and keys."""
+class Sight(NamedTuple):
+    """What the rows of a step see, the same in all layers, and where the keys and values of their own tokens go."""
+
+    prompt: Seen
+    suffix: Seen  # this step's token included
+    grid: Grid
+    stored_B: torch.Tensor | None = None  # the place in each row's suffix; None: the last that is seen, in every row
+
+
+class LayerCaches(NamedTuple):
+    """Keys and values of one layer, with the score's scaling in queries and keys. Suffixes have room for more rows and
+    places than are seen."""
 
     prompt_keys: torch.Tensor  # (G * K, D, P)
     prompt_values: torch.Tensor  # (G * K, P, D)
-    suffix_keys: torch.Tensor  # (B * K, D, R)
-    suffix_values: torch.Tensor  # (B * K, R, D)
+    suffix_keys: torch.Tensor  # (B or more, K, R or more, D)
+    suffix_values: torch.Tensor
 
 
-class StepAttention:
-    """Softmax of queries over [the group's prompt, the row's suffix], layer after layer.
+class Scratch(NamedTuple):
+    """Where the layers of a step attend, one after another: buffers and views of them, one row of each line read by
+    the products of `attend`."""
+
+    queries: torch.Tensor  # (B, K, E, D), where each layer's queries will be
+    q_rows: torch.Tensor  # (B, K, E, D)
+    q_by_row: torch.Tensor  # (B * K, E, D)
+    q_cells: torch.Tensor  # (G, K, N, E, D)
+    q_by_group: torch.Tensor  # (G * K, N * E, D): all queries of a group that read one key/value head
+    scores: torch.Tensor  # (G, K, N, E, P + R)
+    weights: torch.Tensor
+    to_prompt_by_group: torch.Tensor  # (G * K, N * E, P), a part of the scores
+    over_prompt_by_group: torch.Tensor  # a part of the weights
+    suffix_rows: torch.Tensor  # (B, K, E, R): scores, then weights
+    suffix_by_row: torch.Tensor  # (B * K, E, R)
+    from_prompt: torch.Tensor  # (G, K, N, E, D)
+    from_prompt_by_group: torch.Tensor
+    from_suffix: torch.Tensor  # (B * K, E, D)
+    mixed: torch.Tensor  # (B, K, E, D)
+    mixed_by_row: torch.Tensor
+
+
+def scratch_for(q_BHD: torch.Tensor, num_kv: int, sight: Sight) -> Scratch:
+    """Buffers of one step. q_BHD: where each layer's queries will be."""
+    rows, head_dim = q_BHD.shape[0], q_BHD.shape[2]
+    repeat = q_BHD.shape[1] // num_kv
+    places = sight.prompt.places + sight.suffix.places
+    groups, width = sight.grid.groups, sight.grid.width
+    by_group = groups * num_kv, width * repeat
+    by_row = rows * num_kv, repeat
+    q_rows = torch.empty([rows, num_kv, repeat, head_dim], dtype=q_BHD.dtype, device=q_BHD.device)
+    q_cells = q_rows.new_empty([groups, num_kv, width, repeat, head_dim])
+    # Scores lie as those of the prompt do, of which there are more: only those of the suffix are moved.
+    scores = q_rows.new_empty([groups, num_kv, width, repeat, places])
+    weights = torch.empty_like(scores)
+    suffix_rows = q_rows.new_empty([rows, num_kv, repeat, sight.suffix.places])
+    from_prompt, mixed = torch.empty_like(q_cells), torch.empty_like(q_rows)
+    return Scratch(
+        queries=q_BHD.unflatten(1, [num_kv, repeat]),
+        q_rows=q_rows,
+        q_by_row=q_rows.view(by_row[0], by_row[1], head_dim),
+        q_cells=q_cells,
+        q_by_group=q_cells.view(by_group[0], by_group[1], head_dim),
+        scores=scores,
+        weights=weights,
+        to_prompt_by_group=scores.view(by_group[0], by_group[1], places)[..., : sight.prompt.places],
+        over_prompt_by_group=weights.view(by_group[0], by_group[1], places)[..., : sight.prompt.places],
+        suffix_rows=suffix_rows,
+        suffix_by_row=suffix_rows.view(by_row[0], by_row[1], sight.suffix.places),
+        from_prompt=from_prompt,
+        from_prompt_by_group=from_prompt.view(by_group[0], by_group[1], head_dim),
+        from_suffix=q_rows.new_empty([by_row[0], by_row[1], head_dim]),
+        mixed=mixed,
+        mixed_by_row=mixed.view(by_row[0], by_row[1], head_dim),
+    )
+
+
+def attend(scratch: Scratch, layer: LayerCaches, sight: Sight) -> torch.Tensor:
+    """(B, H * D): softmax of the queries, as they are now, over [the group's prompt, the row's suffix].
 
     A row must see at least one place. What a call returns is overwritten by the next one.
     """
-
-    def __init__(self, q_BHD: torch.Tensor, num_kv: int, prompt: Seen, suffix: Seen, grid: Grid):
-        """q_BHD: where each layer's queries will be."""
-        rows, _, head_dim = q_BHD.shape
-        q_BKED = q_BHD.unflatten(1, (num_kv, -1))
-        repeat, places = q_BKED.shape[2], prompt.places + suffix.places
-        by_cell = grid.groups, num_kv, grid.width, repeat
-        by_group = grid.groups * num_kv, grid.width * repeat  # all queries of a group that read one key/value head
-        by_row = rows * num_kv, repeat
-        self._prompt_bias = None if prompt.bias is None else prompt.bias.unsqueeze(1)  # as (G, K, N, E, P)
-        self._suffix_bias = suffix.bias
-
-        q_rows, q_cells = q_BHD.new_empty(q_BKED.shape), q_BHD.new_empty(*by_cell, head_dim)
-        self._queries, self._q_rows = q_BKED, q_rows
-        self._q_to_cells = _ToCells(q_rows, q_cells, grid)
-        self._q_by_row, self._q_by_group = q_rows.view(*by_row, head_dim), q_cells.view(*by_group, head_dim)
-
-        # Scores lie as those of the prompt do, of which there are more: only those of the suffix are moved.
-        self._scores = q_BHD.new_empty(*by_cell, places)
-        self._weights = torch.empty_like(self._scores)
-        parts = [prompt.places, suffix.places]
-        self._to_prompt, moved = self._scores.split_with_sizes(parts, dim=-1)
-        self._to_prompt_by_group = self._scores.view(*by_group, places)[..., : prompt.places]
-        self._to_suffix = q_BHD.new_empty(*q_BKED.shape[:3], suffix.places)
-        self._to_suffix_by_row = self._to_suffix.view(*by_row, suffix.places)
-        self._scores_to_cells = _ToCells(self._to_suffix, moved, grid)
-
-        self._over_prompt = self._weights.view(*by_group, places)[..., : prompt.places]
-        over_suffix = torch.empty_like(self._to_suffix)
-        self._weights_to_rows = _ToRows(self._weights[..., prompt.places :], over_suffix, grid)
-        self._over_suffix = over_suffix.view(*by_row, suffix.places)
-
-        from_prompt, mixed = torch.empty_like(q_cells), torch.empty_like(q_rows)
-        self._from_prompt, self._from_suffix = from_prompt.view_as(self._q_by_group), torch.empty_like(self._q_by_row)
-        self._prompt_to_rows = _ToRows(from_prompt, mixed, grid)
-        self._mixed_by_row, self._mixed = mixed.view_as(self._q_by_row), mixed.view(rows, -1)
-
-    def __call__(self, layer: LayerCaches) -> torch.Tensor:
-        """(B, H * D), of the queries as they are now."""
-        self._q_rows.copy_(self._queries)
-        self._q_to_cells()
-        product_into(self._q_by_group, layer.prompt_keys, self._to_prompt_by_group)
-        if self._prompt_bias is not None:
-            self._to_prompt.add_(self._prompt_bias)
-        product_into(self._q_by_row, layer.suffix_keys, self._to_suffix_by_row)
-        if self._suffix_bias is not None:
-            self._to_suffix.add_(self._suffix_bias)
-        self._scores_to_cells()
-        self._softmax()
-        self._weights_to_rows()
-        product_into(self._over_prompt, layer.prompt_values, self._from_prompt)
-        product_into(self._over_suffix, layer.suffix_values, self._from_suffix)
-        self._prompt_to_rows()
-        torch.add(self._mixed_by_row, self._from_suffix, out=self._mixed_by_row)
-        return self._mixed
-
-    def _softmax(self) -> None:
-        if self._scores.dtype in (torch.float32, torch.float64):
-            torch.softmax(self._scores, -1, out=self._weights)
-        else:
-            self._weights.copy_(self._scores.softmax(-1, dtype=torch.float32))
+    rows, prompt, suffix, grid = scratch.q_rows.shape[0], sight.prompt.places, sight.suffix.places, sight.grid
+    keys_BRD = layer.suffix_keys[:rows].flatten(0, 1)[:, :suffix]
+    values_BRD = layer.suffix_values[:rows].flatten(0, 1)[:, :suffix]
+    scratch.q_rows.copy_(scratch.queries)
+    to_cells(scratch.q_rows, scratch.q_cells, grid)
+    product_into(scratch.q_by_group, layer.prompt_keys, scratch.to_prompt_by_group)
+    prompt_bias = sight.prompt.bias
+    if prompt_bias is not None:
+        scratch.scores[..., :prompt].add_(prompt_bias.unsqueeze(1))  # as (G, K, N, E, P)
+    product_into(scratch.q_by_row, keys_BRD.transpose(1, 2), scratch.suffix_by_row)
+    suffix_bias = sight.suffix.bias
+    if suffix_bias is not None:
+        scratch.suffix_rows.add_(suffix_bias)
+    to_cells(scratch.suffix_rows, scratch.scores[..., prompt:], grid)
+    if scratch.scores.dtype == torch.float32 or scratch.scores.dtype == torch.float64:
+        torch.softmax(scratch.scores, -1, out=scratch.weights)
+    else:
+        scratch.weights.copy_(scratch.scores.softmax(-1, dtype=torch.float32))
+    to_rows(scratch.weights[..., prompt:], scratch.suffix_rows, grid)
+    product_into(scratch.over_prompt_by_group, layer.prompt_values, scratch.from_prompt_by_group)
+    product_into(scratch.suffix_by_row, values_BRD, scratch.from_suffix)
+    to_rows(scratch.from_prompt, scratch.mixed, grid)
+    scratch.mixed_by_row.add_(scratch.from_suffix)
+    return scratch.mixed.flatten(1)
 
 
-class _ToCells:
-    """Copies (B, K, E, x) to (G, K, N, E, x)."""
-
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, grid: Grid):
-        self._source, self._target, self._rows_GN = source, target, grid.rows_GN
-        shape = grid.groups * grid.width, *source.shape[1:]
-        self._cells = source if grid.rows_GN is None else source.new_empty(shape)
-        self._placed = self._cells.view(grid.groups, grid.width, *source.shape[1:]).transpose(1, 2)
-
-    def __call__(self) -> None:
-        if self._rows_GN is not None:
-            torch.index_select(self._source, 0, self._rows_GN, out=self._cells)
-        self._target.copy_(self._placed)
+def store(k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: LayerCaches, sight: Sight) -> None:
+    """Keys and values of the rows' own tokens go where `sight` says."""
+    rows, places_B = k_BKD.shape[0], sight.stored_B
+    if places_B is None:
+        layer.suffix_keys[:rows, :, sight.suffix.places - 1] = k_BKD
+        layer.suffix_values[:rows, :, sight.suffix.places - 1] = v_BKD
+    else:
+        rows_B = torch.arange(rows, device=k_BKD.device)
+        layer.suffix_keys[rows_B, :, places_B] = k_BKD
+        layer.suffix_values[rows_B, :, places_B] = v_BKD
 
 
-class _ToRows:
-    """Copies (G, K, N, E, x) to (B, K, E, x)."""
+def to_cells(source: torch.Tensor, target: torch.Tensor, grid: Grid) -> None:
+    """Copy (B, K, E, x) to (G, K, N, E, x)."""
+    rows_GN = grid.rows_GN
+    if rows_GN is not None:
+        source = source.index_select(0, rows_GN)
+    target.copy_(source.unflatten(0, [grid.groups, grid.width]).transpose(1, 2))
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, grid: Grid):
-        self._placed, self._target, self._cells_B = source.transpose(1, 2), target, grid.cells_B
-        shape = grid.groups * grid.width, *target.shape[1:]
-        self._cells = target if grid.cells_B is None else target.new_empty(shape)
-        self._by_group = self._cells.view(grid.groups, grid.width, *target.shape[1:])
 
-    def __call__(self) -> None:
-        self._by_group.copy_(self._placed)
-        if self._cells_B is not None:
-            torch.index_select(self._cells, 0, self._cells_B, out=self._target)
+def to_rows(source: torch.Tensor, target: torch.Tensor, grid: Grid) -> None:
+    """Copy (G, K, N, E, x) to (B, K, E, x)."""
+    cells_B = grid.cells_B
+    if cells_B is None:
+        target.unflatten(0, [grid.groups, grid.width]).copy_(source.transpose(1, 2))
+    else:
+        torch.index_select(source.transpose(1, 2).flatten(0, 1), 0, cells_B, out=target)
 
 
 def bias_where(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
