@@ -75,6 +75,18 @@ def _stops(made):
     return found[0, 0].token_ids[4]
 
 
+def _with_lora(made, targets, dtype):
+    """Adapters of this dtype that change something."""
+    wrapped = add_lora(made.loaded.model, LoraConfig(r=4, target_modules=targets), seed=0, base_path=None)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(dtype)
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    return rig(LoadedModel(wrapped.eval(), made.loaded.processor))
+
+
 def _variant(family, variant):
     if variant == "tied":
         return tiny_rig(family, tie_word_embeddings=True)
@@ -82,15 +94,7 @@ def _variant(family, variant):
         return tiny_rig(family, num_heads=8, num_kv_heads=2, num_layers=2)
     made = tiny_rig(family, torch.float64)
     if variant.startswith("lora"):
-        targets = tuple(variant.split()[1:]) or LoraConfig().target_modules
-        wrapped = add_lora(made.loaded.model, LoraConfig(r=4, target_modules=targets), seed=0, base_path=None)
-        with torch.no_grad():
-            for name, parameter in wrapped.named_parameters():
-                if "lora_" in name:
-                    parameter.data = parameter.data.double()
-                if "lora_B" in name:
-                    parameter.add_(0.1)
-        return rig(LoadedModel(wrapped.eval(), made.loaded.processor))
+        return _with_lora(made, tuple(variant.split()[1:]) or LoraConfig().target_modules, torch.float64)
     return made
 
 
@@ -123,10 +127,14 @@ def test_greedy_equals_generate_in_float32_with_repetition_penalty(family):
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.1)], ids=str
 )
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_g21_log_probs_are_those_of_the_full_sequence(family, dtype, bound):
-    """At the sampling temperature, before any filter, whatever the filters and the ban leave."""
+def test_g21_log_probs_are_those_of_the_full_sequence(family, dtype, bound, lora):
+    """At the sampling temperature, before any filter, whatever the filters and the ban leave. Adapters of a model in 16
+    bits are in 32."""
     made = tiny_rig(family, dtype)
+    if lora:
+        made = _with_lora(made, LoraConfig().target_modules, torch.promote_types(dtype, torch.float32))
     specs = made.specs(NAMES)
     params = SamplingParams(
         num_generations=3,
@@ -254,8 +262,7 @@ def test_responses_of_one_token(max_rows):
 
 def _addresses(engine: LocalEngine) -> list[int]:
     """Of the fused matrices that it decodes with."""
-    assert engine.model.plain is not None
-    return [layer.qkv_CX.data_ptr() for layer in engine.model.plain.layers]
+    return [layer.qkv[0].matrix_CX.data_ptr() for layer in engine.model.plain.layers]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -18,34 +18,42 @@ from rollplex.rollout.decode_buckets import table, widest
 from rollplex.rollout.engine import SamplingParams
 from rollplex.rollout.grown_rows import GrownRows
 from rollplex.rollout.local_engine import LocalEngine
-from rollplex.rollout.plain_step import Fed, PlainLayer, PlainModel, plain_step
+from rollplex.rollout.plain_step import Fed, LowRank, PlainLayer, PlainModel, Product, Sizes, plain_step
 from rollplex.rollout.sampling import Filters, choose
 from rollplex.rollout.two_level import Grid, LayerCaches, Seen, Sight, bias_where
 from rollplex.rollout.uninterrupted import uninterrupted
 
 CPU = torch.device("cpu")
-WIDTH, HEAD_DIM, VOCAB, LAYERS, POSITIONS = 24, 8, 40, 2, 32
+WIDTH, MLP_WIDTH, HEAD_DIM, VOCAB, LAYERS, POSITIONS = 24, 20, 8, 40, 2, 32
 FEW_CALLS = 8  # from Python in an iteration: inputs, the step, the choice, and what was chosen
 
 
-def _model(new: Any, kv_heads: int, repeat: int, *, biased: bool, normed: bool) -> PlainModel:
+def _product(new: Any, width: int, size: int, *, biased: bool, rank: int) -> Product:
+    adapter = LowRank(new(rank, width).T, new(size, rank).T, 0.5) if rank else None
+    return Product(new(size, width).T, new(size) if biased else None, adapter)
+
+
+def _model(new: Any, kv_heads: int, repeat: int, *, biased: bool, normed: bool, ranks: list[int]) -> PlainModel:
+    """ranks: of the adapters of q, k and v, which are one product without any; 0: none."""
     heads = kv_heads * repeat
-    size = (heads + 2 * kv_heads) * HEAD_DIM
+    parts = [heads * HEAD_DIM, kv_heads * HEAD_DIM, kv_heads * HEAD_DIM] if any(ranks) else [(heads + 2 * kv_heads) * 8]
     layers = [
         PlainLayer(
             input_norm_C=new(WIDTH),
-            qkv_CX=new(size, WIDTH).T,
-            qkv_bias_X=new(size) if biased else None,
+            qkv=[
+                _product(new, WIDTH, size, biased=biased, rank=rank) for size, rank in zip(parts, ranks, strict=False)
+            ],
             q_norm_D=new(HEAD_DIM) if normed else None,
             k_norm_D=new(HEAD_DIM) if normed else None,
-            output_AC=new(WIDTH, heads * HEAD_DIM).T,
+            output=_product(new, heads * HEAD_DIM, WIDTH, biased=biased, rank=ranks[0]),
             mlp_norm_C=new(WIDTH),
-            gate_up_CI=new(2 * WIDTH, WIDTH).T,
-            down_IC=new(WIDTH, WIDTH).T,
+            gate_up=[_product(new, WIDTH, 2 * MLP_WIDTH, biased=False, rank=ranks[1])],
+            down=_product(new, MLP_WIDTH, WIDTH, biased=False, rank=ranks[2]),
         )
         for _ in range(LAYERS)
     ]
-    return PlainModel(layers, new(VOCAB, WIDTH), new(WIDTH), new(VOCAB, WIDTH), 1e-6, heads, kv_heads, HEAD_DIM)
+    sizes = Sizes(heads, kv_heads, HEAD_DIM, MLP_WIDTH, 1e-6, True)
+    return PlainModel(sizes, layers, new(VOCAB, WIDTH), new(WIDTH), new(VOCAB, WIDTH))
 
 
 def _sight(owners: list[int], prompts: list[int], lengths: list[int], dtype: torch.dtype) -> Sight:
@@ -79,7 +87,9 @@ def test_the_one_call_has_the_bits_of_its_functions(data: st.DataObject) -> None
     def new(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw_from).to(dtype)
 
-    model = _model(new, kv_heads, repeat, biased=data.draw(st.booleans()), normed=data.draw(st.booleans()))
+    biased, normed = data.draw(st.booleans()), data.draw(st.booleans())
+    ranks = data.draw(st.sampled_from([[0, 0, 0], [2, 0, 3], [0, 1, 0]]))
+    model = _model(new, kv_heads, repeat, biased=biased, normed=normed, ranks=ranks)
     sight = _sight(owners, prompts, lengths, dtype)
     tokens = torch.randint(VOCAB, (len(owners),), generator=draw_from)
     cos, sin = new(POSITIONS, 1, HEAD_DIM), new(POSITIONS, 1, HEAD_DIM)
@@ -121,26 +131,25 @@ def test_the_choice_has_the_bits_of_its_functions(filters: Filters, greedy: bool
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_modules_called_layer_by_layer_give_the_same_logits(family: str) -> None:
-    """Decoders that are not plain go that way; here a plain one does too."""
+def test_layers_with_sums_over_ranks_between_them_give_the_same_logits(family: str) -> None:
+    """As tensor-parallel ranks decode; here the sums are over one rank."""
     made = tiny_rig(family, num_layers=2, num_heads=4, num_kv_heads=2)
     specs = made.specs(("image", "text"))
     owners = [0, 1, 1, 0, 1]
     with full_float64(), torch.inference_mode():
         pack = compute_prefix(made.policy, specs, "none")
         logits = []
-        for called in (False, True):
+        for is_alone in (True, False):
             model = DecodeModel(made.policy)
-            assert model.plain is not None
-            if called:
-                model.plain = None
+            assert model.plain.sizes.is_alone
+            model.plain = model.plain._replace(sizes=model.plain.sizes._replace(is_alone=is_alone))
             rows = GrownRows(model, 8)
             for number in range(2):
                 rows.join(number, pack, number)
             rows.add(owners, [specs[owner].next_position for owner in owners])
             logits.append([rows.forward([7 + step + row for row in range(len(owners))]) for step in range(3)])
-    for plain, called in zip(*logits, strict=True):
-        torch.testing.assert_close(called, plain, rtol=1e-12, atol=1e-13)
+    for alone, summed in zip(*logits, strict=True):
+        torch.testing.assert_close(summed, alone, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="no TorchScript there")

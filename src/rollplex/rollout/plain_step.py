@@ -1,9 +1,8 @@
-"""The layers of a decode step as a function of tensors alone, for a decoder of plain matrices on one rank.
+"""A decode step as functions of tensors alone, in the part of Python that TorchScript reads (uninterrupted.py).
 
-Written in the part of Python that TorchScript reads (uninterrupted.py). decode.py calls the modules of other decoders.
-
-Shape letters: B rows, V vocabulary, H/K query and key/value heads, J = H + K (with v: H + 2 K), D head dim, X = J * D,
-A = H * D, C hidden width, I MLP width (gate and up together twice that), M positions.
+Shape letters: B rows (with those that steady.py adds to products; attention goes without), V vocabulary, H/K query and
+key/value heads, J = H + K (with v: H + 2 K), D head dim, X = J * D, A = H * D, C hidden width, I MLP width (2 I: gate
+and up), M positions, R rank of an adapter.
 """
 
 from typing import NamedTuple  # no postponed annotations: TorchScript reads those of tuples as they are
@@ -14,38 +13,61 @@ from torch.nn import functional as F
 from rollplex.models.norms import normed
 from rollplex.models.rotary import turn_into
 from rollplex.models.steady import missing_rows
-from rollplex.rollout.two_level import LayerCaches, Sight, attend, scratch_for, store
+from rollplex.rollout.two_level import LayerCaches, Scratch, Sight, attend, scratch_for, store
+
+
+class LowRank(NamedTuple):
+    """A LoRA adapter: (h @ down) @ up * scaling, in its own dtype, comes on top of a product with h."""
+
+    down_CR: torch.Tensor
+    up_RX: torch.Tensor
+    scaling: float
+
+
+class Product(NamedTuple):
+    """A linear module: h @ matrix + bias, with what its adapter adds."""
+
+    matrix_CX: torch.Tensor
+    bias_X: torch.Tensor | None
+    adapter: LowRank | None
 
 
 class PlainLayer(NamedTuple):
-    """Weights of one layer: matrices as products take them."""
+    """Weights of one layer."""
 
     input_norm_C: torch.Tensor
-    qkv_CX: torch.Tensor
-    qkv_bias_X: torch.Tensor | None
+    qkv: list[Product]  # side by side to X
     q_norm_D: torch.Tensor | None
     k_norm_D: torch.Tensor | None
-    output_AC: torch.Tensor
+    output: Product  # A to C
     mlp_norm_C: torch.Tensor
-    gate_up_CI: torch.Tensor
-    down_IC: torch.Tensor
+    gate_up: list[Product]  # side by side to 2 I
+    down: Product  # I to C
+
+
+class Sizes(NamedTuple):
+    """Of the decoder as this rank holds it."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int  # I
+    epsilon: float  # of all norms
+    is_alone: bool  # no other ranks share the layers
 
 
 class PlainModel(NamedTuple):
-    """A decoder's weights and sizes."""
+    """A decoder."""
 
+    sizes: Sizes
     layers: list[PlainLayer]
     embedding_VC: torch.Tensor
     final_norm_C: torch.Tensor
     head_VC: torch.Tensor
-    epsilon: float  # of all norms
-    heads: int
-    kv_heads: int
-    head_dim: int
 
 
 class Fed(NamedTuple):
-    """What a step is fed."""
+    """What a step is fed, row by row."""
 
     tokens_B: torch.Tensor
     positions_B: torch.Tensor
@@ -55,48 +77,138 @@ class Fed(NamedTuple):
     lifted: bool  # float64 stays float64 in norms (models/precision.py)
 
 
+class Step(NamedTuple):
+    """What all layers of a step share: sizes, its rows of the rotary tables, buffers that they write to and views of
+    those."""
+
+    sizes: Sizes
+    sight: Sight
+    lifted: bool
+    missing: int  # rows behind those that are fed
+    cos_B1D: torch.Tensor
+    sin_B1D: torch.Tensor
+    qkv_BX: torch.Tensor
+    qk_BJD: torch.Tensor
+    q_BHD: torch.Tensor
+    k_BKD: torch.Tensor
+    turned_BJD: torch.Tensor
+    turned_k_BKD: torch.Tensor  # without missing rows, as the next
+    v_BKD: torch.Tensor
+    scratch: Scratch
+    gate_up_BI: torch.Tensor
+    gate_BI: torch.Tensor
+    up_BI: torch.Tensor
+
+
 def plain_step(model: PlainModel, caches: list[LayerCaches], fed: Fed) -> torch.Tensor:
-    """(B, V) logits behind the tokens, whose keys and values are stored in `caches`, one for each layer."""
-    rows, heads, kv_heads, head_dim = fed.tokens_B.shape[0], model.heads, model.kv_heads, model.head_dim
-    missing = missing_rows(rows, model.head_VC)  # added to all products; attention goes without
-    fed_rows = rows + missing
-    tokens_B, positions_B = F.pad(fed.tokens_B, [0, missing]), F.pad(fed.positions_B, [0, missing])
-    x_BC = model.embedding_VC.index_select(0, tokens_B)
-    cos_B1D, sin_B1D = fed.cos_M1D.index_select(0, positions_B), fed.sin_M1D.index_select(0, positions_B)
-    # What all layers write to, and its parts.
-    qkv_BX = x_BC.new_empty([fed_rows, (heads + 2 * kv_heads) * head_dim])
-    qk_BJD, v_BKD = qkv_BX.view(fed_rows, -1, head_dim).split_with_sizes([heads + kv_heads, kv_heads], 1)
-    unturned_BHD, unturned_BKD = qk_BJD.split_with_sizes([heads, kv_heads], 1)
-    turned_BJD = torch.empty([fed_rows, heads + kv_heads, head_dim], dtype=x_BC.dtype, device=x_BC.device)
-    q_BHD, k_BKD = turned_BJD.split_with_sizes([heads, kv_heads], 1)
-    gate_up_BI = x_BC.new_empty([fed_rows, model.layers[0].gate_up_CI.shape[1]])
-    gate_BI, up_BI = gate_up_BI.chunk(2, -1)
-    scratch = scratch_for(q_BHD[:rows], kv_heads, fed.sight)
+    """(B, V) logits behind the tokens, whose keys and values are stored in `caches`, one for each layer; on a rank that
+    is alone."""
+    tokens_B = F.pad(fed.tokens_B, [0, missing_rows(fed.tokens_B.shape[0], model.head_VC)])
+    x_BC = through_layers(model.embedding_VC.index_select(0, tokens_B), model, caches, fed)
+    return head(x_BC, model, fed.lifted)[: fed.tokens_B.shape[0]]
+
+
+def through_layers(x_BC: torch.Tensor, model: PlainModel, caches: list[LayerCaches], fed: Fed) -> torch.Tensor:
+    """x behind the last layer. Buffers end with it: scores may be larger than logits."""
+    step = begin(x_BC, model.sizes, fed)
     for layer, cache in zip(model.layers, caches):  # noqa: B905 TorchScript knows no `strict`
-        h_BC = normed(x_BC, layer.input_norm_C, model.epsilon, fed.lifted)
-        qkv_bias_X, q_norm_D, k_norm_D = layer.qkv_bias_X, layer.q_norm_D, layer.k_norm_D
-        if qkv_bias_X is None:
-            torch.mm(h_BC, layer.qkv_CX, out=qkv_BX)
-        else:
-            torch.addmm(qkv_bias_X, h_BC, layer.qkv_CX, out=qkv_BX)
-        if q_norm_D is not None and k_norm_D is not None:
-            unturned_BHD.copy_(normed(unturned_BHD, q_norm_D, model.epsilon, fed.lifted))
-            unturned_BKD.copy_(normed(unturned_BKD, k_norm_D, model.epsilon, fed.lifted))
-        turn_into(turned_BJD, qk_BJD, cos_B1D, sin_B1D)
-        store(k_BKD[:rows], v_BKD[:rows], cache, fed.sight)
-        mixed_BA = attend(scratch, cache, fed.sight)
-        if missing:
-            mixed_BA = F.pad(mixed_BA, [0, 0, 0, missing])
-        torch.addmm(x_BC, mixed_BA, layer.output_AC, out=x_BC)
-        torch.mm(normed(x_BC, layer.mlp_norm_C, model.epsilon, fed.lifted), layer.gate_up_CI, out=gate_up_BI)
-        torch.addmm(x_BC, F.silu(gate_BI).mul_(up_BI), layer.down_IC, out=x_BC)
-    return logits(x_BC, model, fed.lifted)[:rows]
+        x_BC = attention(x_BC, layer, cache, step)
+        x_BC = mlp(x_BC, layer, step)
+    return x_BC
 
 
-def logits(hidden_BC: torch.Tensor, model: PlainModel, lifted: bool) -> torch.Tensor:
-    """(B, V) of hidden states before the final norm."""
+def begin(x_BC: torch.Tensor, sizes: Sizes, fed: Fed) -> Step:
+    """What the layers share; x: embeddings of the tokens and of missing rows, or anything like them."""
+    rows, fed_rows, heads, kv_heads = x_BC.shape[0], fed.tokens_B.shape[0], sizes.heads, sizes.kv_heads
+    positions_B = F.pad(fed.positions_B, [0, rows - fed_rows])
+    qkv_BX = x_BC.new_empty([rows, (heads + 2 * kv_heads) * sizes.head_dim])
+    qk_BJD, v_BKD = qkv_BX.view(rows, -1, sizes.head_dim).split_with_sizes([heads + kv_heads, kv_heads], 1)
+    q_BHD, k_BKD = qk_BJD.split_with_sizes([heads, kv_heads], 1)
+    turned_BJD = x_BC.new_empty([rows, heads + kv_heads, sizes.head_dim])
+    turned_q_BHD, turned_k_BKD = turned_BJD[:fed_rows].split_with_sizes([heads, kv_heads], 1)
+    gate_up_BI = x_BC.new_empty([rows, 2 * sizes.mlp_width])
+    gate_BI, up_BI = gate_up_BI.chunk(2, -1)
+    return Step(
+        sizes=sizes,
+        sight=fed.sight,
+        lifted=fed.lifted,
+        missing=rows - fed_rows,
+        cos_B1D=fed.cos_M1D.index_select(0, positions_B),
+        sin_B1D=fed.sin_M1D.index_select(0, positions_B),
+        qkv_BX=qkv_BX,
+        qk_BJD=qk_BJD,
+        q_BHD=q_BHD,
+        k_BKD=k_BKD,
+        turned_BJD=turned_BJD,
+        turned_k_BKD=turned_k_BKD,
+        v_BKD=v_BKD[:fed_rows],
+        scratch=scratch_for(turned_q_BHD, kv_heads, fed.sight),
+        gate_up_BI=gate_up_BI,
+        gate_BI=gate_BI,
+        up_BI=up_BI,
+    )
+
+
+def attention(x_BC: torch.Tensor, layer: PlainLayer, cache: LayerCaches, step: Step) -> torch.Tensor:
+    """x with the attention's output added to it; where ranks share the layer, this one's part of that output."""
+    h_BC = normed(x_BC, layer.input_norm_C, step.sizes.epsilon, step.lifted)
+    fill(step.qkv_BX, h_BC, layer.qkv)
+    q_norm_D, k_norm_D = layer.q_norm_D, layer.k_norm_D
+    if q_norm_D is not None and k_norm_D is not None:
+        step.q_BHD.copy_(normed(step.q_BHD, q_norm_D, step.sizes.epsilon, step.lifted))
+        step.k_BKD.copy_(normed(step.k_BKD, k_norm_D, step.sizes.epsilon, step.lifted))
+    turn_into(step.turned_BJD, step.qk_BJD, step.cos_B1D, step.sin_B1D)
+    store(step.turned_k_BKD, step.v_BKD, cache, step.sight)
+    mixed_BA = attend(step.scratch, cache, step.sight)
+    if step.missing:
+        mixed_BA = F.pad(mixed_BA, [0, 0, 0, step.missing])
+    return onto(x_BC, mixed_BA, layer.output, step.sizes.is_alone)
+
+
+def mlp(x_BC: torch.Tensor, layer: PlainLayer, step: Step) -> torch.Tensor:
+    """x with the MLP's output added to it; where ranks share the layer, this one's part of that output."""
+    fill(step.gate_up_BI, normed(x_BC, layer.mlp_norm_C, step.sizes.epsilon, step.lifted), layer.gate_up)
+    return onto(x_BC, F.silu(step.gate_BI).mul_(step.up_BI), layer.down, step.sizes.is_alone)
+
+
+def head(hidden_BC: torch.Tensor, model: PlainModel, lifted: bool) -> torch.Tensor:
+    """(B, V) logits of hidden states before the final norm, of the rank's part of the vocabulary."""
     rows = hidden_BC.shape[0]
     missing = missing_rows(rows, hidden_BC)
     if missing:
         hidden_BC = F.pad(hidden_BC, [0, 0, 0, missing])
-    return F.linear(normed(hidden_BC, model.final_norm_C, model.epsilon, lifted), model.head_VC)[:rows]
+    return F.linear(normed(hidden_BC, model.final_norm_C, model.sizes.epsilon, lifted), model.head_VC)[:rows]
+
+
+def fill(out_BX: torch.Tensor, h_BC: torch.Tensor, products: list[Product]) -> None:
+    """The products' outputs side by side."""
+    start = 0
+    for product in products:
+        part_BX = out_BX[:, start : start + product.matrix_CX.shape[1]]
+        start += product.matrix_CX.shape[1]
+        bias_X = product.bias_X
+        if bias_X is None:
+            torch.mm(h_BC, product.matrix_CX, out=part_BX)
+        else:
+            torch.addmm(bias_X, h_BC, product.matrix_CX, out=part_BX)
+        adapt(part_BX, h_BC, product.adapter)
+
+
+def onto(x_BC: torch.Tensor, h_BI: torch.Tensor, product: Product, is_alone: bool) -> torch.Tensor:
+    """x += product(h), in place; not alone: product(h)."""
+    bias_C = product.bias_X
+    if is_alone:
+        torch.addmm(x_BC, h_BI, product.matrix_CX, out=x_BC)
+    else:
+        x_BC = torch.mm(h_BI, product.matrix_CX)
+    if bias_C is not None:
+        x_BC.add_(bias_C)
+    adapt(x_BC, h_BI, product.adapter)
+    return x_BC
+
+
+def adapt(out_BX: torch.Tensor, h_BC: torch.Tensor, adapter: LowRank | None) -> None:
+    """Add what an adapter makes of h."""
+    if adapter is not None:
+        change_BX = torch.mm(torch.mm(h_BC.to(adapter.down_CR.dtype), adapter.down_CR), adapter.up_RX)
+        out_BX.add_(change_BX, alpha=adapter.scaling)
