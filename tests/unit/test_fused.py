@@ -88,7 +88,7 @@ def test_projections_with_adapters_are_left_alone(targets):
 
 @pytest.mark.parametrize("layout", ["hf", "vllm"])
 def test_views_of_a_backing_stay_where_they_are(layout):
-    """Biases of 64 and 32 elements are apart in a backing that holds each matrix apart: then q, k, v run as modules."""
+    """Biases of 64 and 32 elements are apart in a backing that holds each matrix apart: then q, k, v are not fused."""
     made = tiny_rig("qwen2_5_vl", torch.float32, num_layers=1, num_heads=4, num_kv_heads=2)
     with torch.no_grad():
         for parameter in made.loaded.model.parameters():

@@ -262,7 +262,7 @@ def test_responses_of_one_token(max_rows):
 
 def _addresses(engine: LocalEngine) -> list[int]:
     """Of the fused matrices that it decodes with."""
-    return [layer.qkv[0].matrix_CX.data_ptr() for layer in engine.model.plain.layers]
+    return [layer.qkv[0].matrix_CX.data_ptr() for layer in engine.model.weights.layers]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

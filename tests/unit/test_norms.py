@@ -11,6 +11,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from rollplex.models.norms import rms_norm
+from rollplex.models.precision import full_float64
 
 NORMS = [Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm]
 
@@ -40,9 +41,9 @@ def _inputs(kind: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any,
 def test_values_and_gradients_are_those_of_the_module_bit_for_bit(
     kind: Any, shape: tuple[int, ...], dtype: torch.dtype, is_part: bool
 ) -> None:
-    """float32 by one call; the others by the module itself."""
+    """float32 by one call; the others in the module's order of casts."""
     norm, x, upstream = _inputs(kind, shape, dtype)
-    if is_part:  # as decoding hands it queries, a slice of the fused projection
+    if is_part:  # as decoding has its queries, a slice of the fused projection
         x = torch.stack((x, x), dim=1).detach()[:, 0].requires_grad_()
     wanted = norm(x)
     wanted_grads = torch.autograd.grad(wanted, [x, norm.weight], upstream)
@@ -51,6 +52,15 @@ def test_values_and_gradients_are_those_of_the_module_bit_for_bit(
     assert torch.equal(found, wanted)
     for grad, other in zip(found_grads, wanted_grads, strict=True):
         assert torch.equal(grad, other)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_lifted_float64_is_the_lifted_module(kind: Any) -> None:
+    norm, x, _ = _inputs(kind, (7, 96), torch.float64)
+    with full_float64():
+        assert torch.equal(rms_norm(norm, x), norm(x))
+        lifted = norm(x)
+    assert not torch.equal(rms_norm(norm, x), lifted)
 
 
 def test_float32_takes_one_call() -> None:

@@ -2,8 +2,8 @@
 
 q, k and v (and gate and up) of a layer become row ranges of one storage: the parameters stay what they were, as views,
 so that optimizers update the fused matrix in place, and decoding reads it with one matrix product instead of three.
-Layers whose projections are not plain Linear modules (LoRA) are left alone and run through their modules; so are those
-whose parameters are views of a backing (weights/share.py), unless they lie next to each other there already.
+Projections that are not plain Linear modules (LoRA) are left alone and multiplied one by one; so are those whose
+parameters are views of a backing (weights/share.py), unless they lie next to each other there already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer's projections as decoding wants them; None where modules must be called."""
+    """One decoder layer's projections as decoding wants them; None where they are apart."""
 
     qkv_weight: torch.Tensor | None
     qkv_bias: torch.Tensor | None

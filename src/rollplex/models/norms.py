@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 
+from rollplex.models.precision import is_lifted
+
 
 def rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """norm(x) over the last dimension; `norm` has `weight` and `variance_epsilon`, as both families' RMSNorms."""
-    weight = norm.weight
-    if x.dtype is torch.float32 and weight.dtype is torch.float32:
-        return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
-    normed: torch.Tensor = norm(x)
-    return normed
+    return normed(x, norm.weight, norm.variance_epsilon, is_lifted())
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float, lifted: bool) -> torch.Tensor:
-    """The same of tensors alone, for TorchScript (rollout/uninterrupted.py). lifted: float64 stays float64
-    (precision.py)."""
-    if x.dtype == torch.float32 and weight.dtype == torch.float32:
-        return torch.rms_norm(x, weight.shape, weight, epsilon)
-    wide = x if lifted and x.dtype == torch.float64 else x.to(torch.float32)
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+def normed(x_TC: torch.Tensor, weight_C: torch.Tensor, epsilon: float, lifted: bool) -> torch.Tensor:
+    """weight * x / rms(x) over the last dimension, (..., C), as a function of tensors that TorchScript reads
+    (rollout/uninterrupted.py). lifted: float64 stays float64."""
+    if x_TC.dtype == torch.float32 and weight_C.dtype == torch.float32:
+        return torch.rms_norm(x_TC, weight_C.shape, weight_C, epsilon)
+    wide_TC = x_TC if lifted and x_TC.dtype == torch.float64 else x_TC.to(torch.float32)
+    variance_T1 = wide_TC.pow(2).mean(-1, keepdim=True)
+    return weight_C * (wide_TC * torch.rsqrt(variance_T1 + epsilon)).to(x_TC.dtype)

@@ -33,7 +33,7 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def product_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """out = left @ right, (N, M, K) and (N, K, L)."""
-    missing = missing_rows(left.shape[1], left) if left.shape[0] == 1 else 0
+    missing = _missing_rows_of(left)
     if missing:
         out.copy_(torch.bmm(F.pad(left, [0, 0, 0, missing]), right)[:, : left.shape[1]])
     else:
@@ -42,8 +42,10 @@ def product_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> 
 
 def _missing_rows_of(left: torch.Tensor) -> int:
     """Of a product's left side (..., M, K); batches of more than one product need none."""
-    missing = missing_rows(left.shape[-2], left)
-    return missing if missing and left.shape[:-2].numel() == 1 else 0
+    batch = 1
+    for size in left.shape[:-2]:
+        batch *= size
+    return missing_rows(left.shape[-2], left) if batch == 1 else 0
 
 
 def by_rows(module: Callable[[torch.Tensor], torch.Tensor], x_TC: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""One decode step on packed rows: the functions of plain_step.py over caches that others hold (grown_rows.py,
-fixed_step.py).
+"""One decode step on packed rows: step_functions.py over caches that others hold (grown_rows.py, fixed_step.py).
 
-Shape letters as in plain_step.py.
+Shape letters as in step_functions.py.
 """
 
 from __future__ import annotations
@@ -13,14 +12,23 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
+from rollplex.models.adapter import VlmAdapter
 from rollplex.models.policy import Policy
 from rollplex.models.precision import is_lifted
 from rollplex.models.prefix import PrefixPack
 from rollplex.models.steady import missing_rows
-from rollplex.rollout import plain_step
-from rollplex.rollout.plain_model import plain_model
+from rollplex.rollout.decoder_weights import decoder_weights
+from rollplex.rollout.step_functions import (
+    DecoderWeights,
+    Fed,
+    attention_part,
+    begin,
+    head,
+    mlp_part,
+    step_logits,
+)
 from rollplex.rollout.two_level import LayerCaches, Sight
-from rollplex.rollout.uninterrupted import uninterrupted
+from rollplex.rollout.uninterrupted import held, uninterrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +43,19 @@ class DecodeModel:
     """The policy's decoder as a lean one-token forward. Reads the training weights in place."""
 
     def __init__(self, policy: Policy):
-        """Raises ModelError for a module that it cannot read."""
+        """Raises ModelError for a decoder that it cannot read (decoder_weights.py)."""
         self.policy, self.adapter, self.shape = policy, policy.adapter, policy.adapter.shape
-        self.plain = plain_model(policy.adapter)
+        self.weights = decoder_weights(policy.adapter)
+        self._held = held(self.weights)
         self.root_scaling = self.shape.scaling**0.5
         self.cos_M1D = self.sin_M1D = torch.empty(0, 1, self.shape.head_dim, dtype=policy.dtype, device=policy.device)
-        device = policy.device
-        self._step, self._head = uninterrupted(plain_step.plain_step, device), uninterrupted(plain_step.head, device)
-        self._begin = uninterrupted(plain_step.begin, device)
-        self._attention, self._mlp = uninterrupted(plain_step.attention, device), uninterrupted(plain_step.mlp, device)
+        self._head = uninterrupted(head, policy.device)
+        is_alone = policy.adapter.ranks.size == 1
+        self.step = uninterrupted(step_logits, policy.device) if is_alone else RanksStep(policy.adapter, policy.device)
 
     def logits(self, hidden_BC: torch.Tensor) -> torch.Tensor:
         """(B, V) logits of hidden states before the final norm."""
-        logits_BV = self._head(hidden_BC, self.plain, is_lifted())
+        logits_BV = self._head(hidden_BC, self.weights, is_lifted())
         return self.adapter.vocab_part.whole(logits_BV, self.shape.vocab_size)
 
     def ensure_positions(self, count: int) -> None:
@@ -61,20 +69,29 @@ class DecodeModel:
 
     def next_logits(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, caches: Caches) -> torch.Tensor:
         """(B, V) logits behind these tokens at these positions; nothing here waits for the device."""
-        fed = plain_step.Fed(tokens_B, positions_B, self.cos_M1D, self.sin_M1D, caches.sight, is_lifted())
-        if self.plain.sizes.is_alone:
-            return self._step(self.plain, caches.layers, fed)
-        rows = tokens_B.shape[0]
-        x_BC = self.adapter.embed(F.pad(tokens_B, (0, missing_rows(rows, self.cos_M1D))))
-        return self.logits(self._through_layers(x_BC, caches.layers, fed))[:rows]
+        fed = Fed(tokens_B, positions_B, self.cos_M1D, self.sin_M1D, caches.sight, is_lifted())
+        return self.step(self.weights, caches.layers, fed)
 
-    def _through_layers(self, x_BC: torch.Tensor, caches: Sequence[LayerCaches], fed: plain_step.Fed) -> torch.Tensor:
-        """plain_step.through_layers with sums over the ranks that share the layers."""
-        ranks, step = self.adapter.ranks, self._begin(x_BC, self.plain.sizes, fed)
-        for layer, cache in zip(self.plain.layers, caches, strict=True):
-            x_BC = x_BC + ranks.total(self._attention(x_BC, layer, cache, step))
-            x_BC = x_BC + ranks.total(self._mlp(x_BC, layer, step))
-        return x_BC
+
+class RanksStep:
+    """step_functions.step_logits for ranks that share the layers: sums over them between the parts of a layer."""
+
+    def __init__(self, adapter: VlmAdapter, device: torch.device):
+        self.adapter = adapter
+        self._begin, self._head = uninterrupted(begin, device), uninterrupted(head, device)
+        self._attention, self._mlp = uninterrupted(attention_part, device), uninterrupted(mlp_part, device)
+
+    def __call__(self, weights: DecoderWeights, caches: list[LayerCaches], fed: Fed) -> torch.Tensor:
+        """(B, V), whole on every rank."""
+        rows, adapter = fed.tokens_B.shape[0], self.adapter
+        x_BC = adapter.embed(F.pad(fed.tokens_B, (0, missing_rows(rows, weights.head_VC))))
+        step = self._begin(x_BC, weights.sizes, fed)
+        for layer, cache in zip(weights.layers, caches, strict=True):
+            x_BC = x_BC + adapter.ranks.total(self._attention(x_BC, layer, cache, step))
+            x_BC = x_BC + adapter.ranks.total(self._mlp(x_BC, layer, step))
+        del step  # its scores may be larger than logits
+        logits_BV = self._head(x_BC, weights, fed.lifted)[:rows]
+        return adapter.vocab_part.whole(logits_BV, adapter.shape.vocab_size)
 
 
 class LiveRows(Protocol):

@@ -74,7 +74,8 @@ class DecodeGraphs:
         self._addresses: tuple[int, ...] = ()
 
     def open(self, limits: Limits) -> FixedRows:
-        """Rows for one engine. What was captured before still serves it if no weight has moved."""
+        """Rows for one engine. What was captured before still serves it if no weight has moved. Raises ModelError for a
+        decoder that a step cannot read."""
         if self.caches is None or _addresses(self.policy) != self._addresses:
             self.release()
             self.caches = FixedCaches(DecodeModel(self.policy))

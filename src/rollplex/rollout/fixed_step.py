@@ -18,7 +18,7 @@ import torch
 from rollplex.models.prefix import PrefixPack
 from rollplex.rollout.decode import Caches, DecodeModel
 from rollplex.rollout.decode_buckets import Bucket
-from rollplex.rollout.two_level import Grid, LayerCaches, Seen, Sight, bias_where
+from rollplex.rollout.two_level import Grid, LayerCaches, Seen, Sight, Written, bias_where
 
 
 class FixedCaches:
@@ -142,7 +142,7 @@ class FixedStep:
             Seen(bucket.prompt, bias_where(counts[: bucket.prompt] >= self.lengths_G[:, None], dtype)),
             Seen(bucket.suffix, bias_where(counts[: bucket.suffix] > self.places_B[:, None], dtype)),
             Grid(bucket.groups, bucket.width, self.rows_GN, self.cells_B),
-            self.places_B,
+            Written(counts[: bucket.rows], self.places_B),
         )
-        step = Caches(caches.layers(bucket), sight)
-        caches.logits_BV[: bucket.rows] = caches.model.next_logits(self.tokens_B, self.positions_B, step)
+        seen = Caches(caches.layers(bucket), sight)
+        caches.logits_BV[: bucket.rows] = caches.model.next_logits(self.tokens_B, self.positions_B, seen)

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from rollplex.models.prefix import PrefixPack
 from rollplex.rollout.decode import Caches, DecodeModel
 from rollplex.rollout.decode_buckets import table, widest
-from rollplex.rollout.two_level import Grid, LayerCaches, Seen, Sight, bias_where
+from rollplex.rollout.two_level import Grid, LayerCaches, Seen, Sight, Written, bias_where
+from rollplex.rollout.uninterrupted import held
 
 # Suffix caches grow by this many tokens at a time, so that short responses do not pay for max_completion_length.
 SUFFIX_BLOCK = 64
@@ -29,6 +30,7 @@ class PromptCache:
         self.stale = True
         self.keys: list[torch.Tensor] = []  # per layer (G * K, D, P), scaled
         self.values: list[torch.Tensor] = []  # per layer (G * K, P, D)
+        self._held: object = None
         self.seen = Seen(0)  # -inf behind shorter prompts; no bias: equal lengths
         self.grid = Grid(0, 0)
 
@@ -66,7 +68,7 @@ class PromptCache:
         rows = [pack.rows(number) for pack, number in self.parts.values()]
         lengths = [part.stop - part.start for part in rows]
         longest = max(lengths)
-        self.keys, self.values = [], []
+        self.keys, self.values, self._held = [], [], None
         for layer in range(self.shape.num_layers):
             keys = [pack.keys[layer][part] for (pack, _), part in zip(self.parts.values(), rows, strict=True)]
             scaled = keys[0].new_empty(len(rows), self.shape.num_kv_heads, self.shape.head_dim, longest)
@@ -80,6 +82,7 @@ class PromptCache:
             behind = torch.arange(longest, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]
             bias = bias_where(behind, self.keys[0].dtype)
         self.seen = Seen(longest, bias)
+        self._held = held(self.keys, self.values)
         self.stale = False
 
 
@@ -93,9 +96,10 @@ class SuffixCache:
         self.first: list[int] = []  # position of the first response token, per row
         self.keys: list[torch.Tensor] = []  # per layer (rows, K, capacity, D)
         self.values: list[torch.Tensor] = []
+        self._held: object = None
         self.positions_B = torch.empty(0, dtype=torch.long)
         self.seen = Seen(0)
-        self.places_B: torch.Tensor | None = None  # where this step's keys and values go; None: all to the last place
+        self.written: Written | None = None  # as `Sight` has it
 
     def grow_rows(self, num_rows: int, first_positions: list[int]) -> None:
         """Room for `num_rows` rows; the new ones are empty."""
@@ -129,10 +133,11 @@ class SuffixCache:
         positions = [first + length for first, length in zip(self.first, self.lengths, strict=True)]
         self.positions_B = torch.tensor(positions, device=device)
         if min(self.lengths) + 1 == used:
-            self.places_B, self.seen = None, Seen(used)
+            self.written, self.seen = None, Seen(used)
             return
-        self.places_B = torch.tensor(self.lengths, device=device)
-        hidden = torch.arange(used, device=device) > self.places_B[:, None]
+        lengths_B = torch.tensor(self.lengths, device=device)
+        self.written = Written(torch.arange(self.num_rows, device=device), lengths_B)
+        hidden = torch.arange(used, device=device) > lengths_B[:, None]
         self.seen = Seen(used, bias_where(hidden, self.keys[0].dtype))
 
     def end_token(self) -> None:
@@ -141,6 +146,7 @@ class SuffixCache:
 
     def _resize(self, rows: int, capacity: int) -> None:
         shape = self.model.shape
+        self._held = None  # else every layer's old caches stay until the last one's are copied
         for tensors in (self.keys, self.values):
             for layer in range(shape.num_layers):
                 # zeros, not empty: masked places must hold finite values, 0 * nan is nan
@@ -158,6 +164,7 @@ class SuffixCache:
                     tensors[layer] = fresh
                 else:
                     tensors.append(fresh)
+        self._held = held(self.keys, self.values)
 
 
 class GrownRows:
@@ -196,7 +203,7 @@ class GrownRows:
         layers = zip(self.prompts.keys, self.prompts.values, self.suffix.keys, self.suffix.values, strict=True)
         caches = Caches(
             [LayerCaches(*tensors) for tensors in layers],
-            Sight(self.prompts.seen, self.suffix.seen, self.prompts.grid, self.suffix.places_B),
+            Sight(self.prompts.seen, self.suffix.seen, self.prompts.grid, self.suffix.written),
         )
         logits_BV = self.model.next_logits(fed_B, self.suffix.positions_B, caches)
         self.suffix.end_token()

@@ -66,7 +66,8 @@ class LocalEngine:
         prefix_source: PrefixSource | None = None,
         graphs: DecodeGraphs | None = None,
     ):
-        """graphs: buffers and captured steps to decode with; absent, lean steps in caches of this engine's own."""
+        """graphs: buffers and captured steps to decode with; absent, lean steps in caches of this engine's own. Raises
+        ModelError for a decoder that a step cannot read (decoder_weights.py)."""
         self.policy, self.params, self.max_rows = policy, params, max_rows
         self.prefix_source = prefix_source or self._own_prefix
         self.weight_version = policy.weight_version
@@ -160,7 +161,7 @@ class LocalEngine:
         uniforms_B = None
         if not self.params.greedy:
             uniforms = [row.uniforms[len(row.tokens)] for row in self.rows]
-            uniforms_B = torch.tensor(uniforms, dtype=torch.float64, device=self.policy.device)
+            uniforms_B = torch.tensor(uniforms, dtype=torch.float64).to(self.policy.device, non_blocking=True)
         tokens_B, chosen_B = self._choose(self.logits_BV, self.filters, self.seen_BV, uniforms_B)
         tokens, logps = tokens_B.tolist(), chosen_B.tolist()
         for row, token, logp in zip(self.rows, tokens, logps, strict=True):

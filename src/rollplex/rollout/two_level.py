@@ -1,7 +1,7 @@
 """Attention of one decode step: each row over its group's prompt, held once per group, and over its own suffix.
 
 Functions of tensors alone, in the part of Python that TorchScript reads (uninterrupted.py). All layers of a step share
-their buffers, and views into them are made once a step: a view costs as much as a small operation.
+their buffers, and views of them are made once a step: a view costs as much as a small operation.
 
 Shape letters: B rows, G groups, N rows that a group has room for, H/K/E query heads, key/value heads, their ratio,
 D head dim, P prompt places, R suffix places.
@@ -35,13 +35,20 @@ class Seen(NamedTuple):
     bias: torch.Tensor | None = None
 
 
+class Written(NamedTuple):
+    """Where each row's own keys and values go."""
+
+    rows_B: torch.Tensor  # 0, 1, 2, ...
+    places_B: torch.Tensor  # in its suffix
+
+
 class Sight(NamedTuple):
-    """What the rows of a step see, the same in all layers, and where the keys and values of their own tokens go."""
+    """What the rows of a step see and write, the same in all layers."""
 
     prompt: Seen
     suffix: Seen  # this step's token included
     grid: Grid
-    stored_B: torch.Tensor | None = None  # the place in each row's suffix; None: the last that is seen, in every row
+    written: Written | None = None  # None: all rows write the last place that they see
 
 
 class LayerCaches(NamedTuple):
@@ -55,59 +62,65 @@ class LayerCaches(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Where the layers of a step attend, one after another: buffers and views of them, one row of each line read by
-    the products of `attend`."""
+    """Where the layers of a step attend, one after another: buffers, and views of them under the buffer's name."""
 
     queries: torch.Tensor  # (B, K, E, D), where each layer's queries will be
-    q_rows: torch.Tensor  # (B, K, E, D)
-    q_by_row: torch.Tensor  # (B * K, E, D)
-    q_cells: torch.Tensor  # (G, K, N, E, D)
-    q_by_group: torch.Tensor  # (G * K, N * E, D): all queries of a group that read one key/value head
+    rows: torch.Tensor  # those queries, (B, K, E, D)
+    rows_by_head: torch.Tensor  # (B * K, E, D)
+    cells: torch.Tensor  # the queries again, (G, K, N, E, D)
+    cells_by_head: torch.Tensor  # (G * K, N * E, D): all of a group that read one key/value head
     scores: torch.Tensor  # (G, K, N, E, P + R)
-    weights: torch.Tensor
-    to_prompt_by_group: torch.Tensor  # (G * K, N * E, P), a part of the scores
-    over_prompt_by_group: torch.Tensor  # a part of the weights
-    suffix_rows: torch.Tensor  # (B, K, E, R): scores, then weights
-    suffix_by_row: torch.Tensor  # (B * K, E, R)
+    scores_prompt: torch.Tensor  # (G, K, N, E, P)
+    scores_prompt_by_head: torch.Tensor  # (G * K, N * E, P)
+    scores_suffix: torch.Tensor  # (G, K, N, E, R)
+    weights: torch.Tensor  # (G, K, N, E, P + R)
+    weights_prompt_by_head: torch.Tensor  # (G * K, N * E, P)
+    weights_suffix: torch.Tensor  # (G, K, N, E, R)
+    suffix: torch.Tensor  # scores, then weights, (B, K, E, R)
+    suffix_by_head: torch.Tensor  # (B * K, E, R)
     from_prompt: torch.Tensor  # (G, K, N, E, D)
-    from_prompt_by_group: torch.Tensor
-    from_suffix: torch.Tensor  # (B * K, E, D)
+    from_prompt_by_head: torch.Tensor  # (G * K, N * E, D)
+    from_suffix_by_head: torch.Tensor  # (B * K, E, D)
     mixed: torch.Tensor  # (B, K, E, D)
-    mixed_by_row: torch.Tensor
+    mixed_by_head: torch.Tensor  # (B * K, E, D)
+    mixed_BA: torch.Tensor  # (B, K * E * D)
 
 
 def scratch_for(q_BHD: torch.Tensor, num_kv: int, sight: Sight) -> Scratch:
     """Buffers of one step. q_BHD: where each layer's queries will be."""
-    rows, head_dim = q_BHD.shape[0], q_BHD.shape[2]
+    num_rows, head_dim = q_BHD.shape[0], q_BHD.shape[2]
     repeat = q_BHD.shape[1] // num_kv
-    places = sight.prompt.places + sight.suffix.places
+    prompt, suffix = sight.prompt.places, sight.suffix.places
     groups, width = sight.grid.groups, sight.grid.width
-    by_group = groups * num_kv, width * repeat
-    by_row = rows * num_kv, repeat
-    q_rows = torch.empty([rows, num_kv, repeat, head_dim], dtype=q_BHD.dtype, device=q_BHD.device)
-    q_cells = q_rows.new_empty([groups, num_kv, width, repeat, head_dim])
+    rows = torch.empty([num_rows, num_kv, repeat, head_dim], dtype=q_BHD.dtype, device=q_BHD.device)
+    cells = rows.new_empty([groups, num_kv, width, repeat, head_dim])
     # Scores lie as those of the prompt do, of which there are more: only those of the suffix are moved.
-    scores = q_rows.new_empty([groups, num_kv, width, repeat, places])
+    scores = rows.new_empty([groups, num_kv, width, repeat, prompt + suffix])
     weights = torch.empty_like(scores)
-    suffix_rows = q_rows.new_empty([rows, num_kv, repeat, sight.suffix.places])
-    from_prompt, mixed = torch.empty_like(q_cells), torch.empty_like(q_rows)
+    to_suffix = rows.new_empty([num_rows, num_kv, repeat, suffix])
+    from_prompt, mixed = torch.empty_like(cells), torch.empty_like(rows)
+    by_group = [groups * num_kv, width * repeat, -1]
     return Scratch(
         queries=q_BHD.unflatten(1, [num_kv, repeat]),
-        q_rows=q_rows,
-        q_by_row=q_rows.view(by_row[0], by_row[1], head_dim),
-        q_cells=q_cells,
-        q_by_group=q_cells.view(by_group[0], by_group[1], head_dim),
+        rows=rows,
+        rows_by_head=rows.flatten(0, 1),
+        cells=cells,
+        cells_by_head=cells.view(by_group),
         scores=scores,
+        scores_prompt=scores[..., :prompt],
+        scores_prompt_by_head=scores.view(by_group)[..., :prompt],
+        scores_suffix=scores[..., prompt:],
         weights=weights,
-        to_prompt_by_group=scores.view(by_group[0], by_group[1], places)[..., : sight.prompt.places],
-        over_prompt_by_group=weights.view(by_group[0], by_group[1], places)[..., : sight.prompt.places],
-        suffix_rows=suffix_rows,
-        suffix_by_row=suffix_rows.view(by_row[0], by_row[1], sight.suffix.places),
+        weights_prompt_by_head=weights.view(by_group)[..., :prompt],
+        weights_suffix=weights[..., prompt:],
+        suffix=to_suffix,
+        suffix_by_head=to_suffix.flatten(0, 1),
         from_prompt=from_prompt,
-        from_prompt_by_group=from_prompt.view(by_group[0], by_group[1], head_dim),
-        from_suffix=q_rows.new_empty([by_row[0], by_row[1], head_dim]),
+        from_prompt_by_head=from_prompt.view(by_group),
+        from_suffix_by_head=rows.new_empty([num_rows * num_kv, repeat, head_dim]),
         mixed=mixed,
-        mixed_by_row=mixed.view(by_row[0], by_row[1], head_dim),
+        mixed_by_head=mixed.flatten(0, 1),
+        mixed_BA=mixed.flatten(1),
     )
 
 
@@ -116,42 +129,40 @@ def attend(scratch: Scratch, layer: LayerCaches, sight: Sight) -> torch.Tensor:
 
     A row must see at least one place. What a call returns is overwritten by the next one.
     """
-    rows, prompt, suffix, grid = scratch.q_rows.shape[0], sight.prompt.places, sight.suffix.places, sight.grid
+    rows, suffix, grid = scratch.rows.shape[0], sight.suffix.places, sight.grid
+    prompt_bias, suffix_bias = sight.prompt.bias, sight.suffix.bias
     keys_BRD = layer.suffix_keys[:rows].flatten(0, 1)[:, :suffix]
     values_BRD = layer.suffix_values[:rows].flatten(0, 1)[:, :suffix]
-    scratch.q_rows.copy_(scratch.queries)
-    to_cells(scratch.q_rows, scratch.q_cells, grid)
-    product_into(scratch.q_by_group, layer.prompt_keys, scratch.to_prompt_by_group)
-    prompt_bias = sight.prompt.bias
+    scratch.rows.copy_(scratch.queries)
+    to_cells(scratch.rows, scratch.cells, grid)
+    product_into(scratch.cells_by_head, layer.prompt_keys, scratch.scores_prompt_by_head)
     if prompt_bias is not None:
-        scratch.scores[..., :prompt].add_(prompt_bias.unsqueeze(1))  # as (G, K, N, E, P)
-    product_into(scratch.q_by_row, keys_BRD.transpose(1, 2), scratch.suffix_by_row)
-    suffix_bias = sight.suffix.bias
+        scratch.scores_prompt.add_(prompt_bias.unsqueeze(1))  # as (G, K, N, E, P)
+    product_into(scratch.rows_by_head, keys_BRD.transpose(1, 2), scratch.suffix_by_head)
     if suffix_bias is not None:
-        scratch.suffix_rows.add_(suffix_bias)
-    to_cells(scratch.suffix_rows, scratch.scores[..., prompt:], grid)
+        scratch.suffix.add_(suffix_bias)
+    to_cells(scratch.suffix, scratch.scores_suffix, grid)
     if scratch.scores.dtype == torch.float32 or scratch.scores.dtype == torch.float64:
         torch.softmax(scratch.scores, -1, out=scratch.weights)
     else:
         scratch.weights.copy_(scratch.scores.softmax(-1, dtype=torch.float32))
-    to_rows(scratch.weights[..., prompt:], scratch.suffix_rows, grid)
-    product_into(scratch.over_prompt_by_group, layer.prompt_values, scratch.from_prompt_by_group)
-    product_into(scratch.suffix_by_row, values_BRD, scratch.from_suffix)
+    to_rows(scratch.weights_suffix, scratch.suffix, grid)
+    product_into(scratch.weights_prompt_by_head, layer.prompt_values, scratch.from_prompt_by_head)
+    product_into(scratch.suffix_by_head, values_BRD, scratch.from_suffix_by_head)
     to_rows(scratch.from_prompt, scratch.mixed, grid)
-    scratch.mixed_by_row.add_(scratch.from_suffix)
-    return scratch.mixed.flatten(1)
+    torch.add(scratch.mixed_by_head, scratch.from_suffix_by_head, out=scratch.mixed_by_head)
+    return scratch.mixed_BA
 
 
 def store(k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: LayerCaches, sight: Sight) -> None:
     """Keys and values of the rows' own tokens go where `sight` says."""
-    rows, places_B = k_BKD.shape[0], sight.stored_B
-    if places_B is None:
+    rows, written = k_BKD.shape[0], sight.written
+    if written is None:
         layer.suffix_keys[:rows, :, sight.suffix.places - 1] = k_BKD
         layer.suffix_values[:rows, :, sight.suffix.places - 1] = v_BKD
     else:
-        rows_B = torch.arange(rows, device=k_BKD.device)
-        layer.suffix_keys[rows_B, :, places_B] = k_BKD
-        layer.suffix_values[rows_B, :, places_B] = v_BKD
+        layer.suffix_keys[written.rows_B, :, written.places_B] = k_BKD
+        layer.suffix_values[written.rows_B, :, written.places_B] = v_BKD
 
 
 def to_cells(source: torch.Tensor, target: torch.Tensor, grid: Grid) -> None:

@@ -37,8 +37,8 @@ SWITCH_S = 5e-5  # how long a thread computing in Python keeps others from the i
 def prompt_switches() -> Iterator[None]:
     """A block in which decoding need not wait long for rewards and passes that run in other threads.
 
-    Decoding asks for the interpreter at each operation, thousands of times a step. At Python's own 5 ms a reward that
-    computes in Python beside it made it 130 to 240 times slower, at SWITCH_S 4 to 5 (docs/lab-notes.md).
+    Decoding asks for the interpreter a few times an iteration, passes at each operation. At Python's own 5 ms a reward
+    that computes in Python beside it makes decoding 6 to 10 times slower, at SWITCH_S 1.2 to 1.5 (docs/lab-notes.md).
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)

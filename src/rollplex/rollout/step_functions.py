@@ -32,7 +32,7 @@ class Product(NamedTuple):
     adapter: LowRank | None
 
 
-class PlainLayer(NamedTuple):
+class LayerWeights(NamedTuple):
     """Weights of one layer."""
 
     input_norm_C: torch.Tensor
@@ -53,14 +53,13 @@ class Sizes(NamedTuple):
     head_dim: int
     mlp_width: int  # I
     epsilon: float  # of all norms
-    is_alone: bool  # no other ranks share the layers
 
 
-class PlainModel(NamedTuple):
-    """A decoder."""
+class DecoderWeights(NamedTuple):
+    """A decoder, as this rank holds it."""
 
     sizes: Sizes
-    layers: list[PlainLayer]
+    layers: list[LayerWeights]
     embedding_VC: torch.Tensor
     final_norm_C: torch.Tensor
     head_VC: torch.Tensor
@@ -100,20 +99,20 @@ class Step(NamedTuple):
     up_BI: torch.Tensor
 
 
-def plain_step(model: PlainModel, caches: list[LayerCaches], fed: Fed) -> torch.Tensor:
-    """(B, V) logits behind the tokens, whose keys and values are stored in `caches`, one for each layer; on a rank that
-    is alone."""
-    tokens_B = F.pad(fed.tokens_B, [0, missing_rows(fed.tokens_B.shape[0], model.head_VC)])
-    x_BC = through_layers(model.embedding_VC.index_select(0, tokens_B), model, caches, fed)
-    return head(x_BC, model, fed.lifted)[: fed.tokens_B.shape[0]]
+def step_logits(weights: DecoderWeights, caches: list[LayerCaches], fed: Fed) -> torch.Tensor:
+    """(B, V) logits behind the tokens, whose keys and values are stored in `caches`, one for each layer. Where ranks
+    share the layers decode.py does the same, with sums between their parts."""
+    tokens_B = F.pad(fed.tokens_B, [0, missing_rows(fed.tokens_B.shape[0], weights.head_VC)])
+    x_BC = through_layers(weights.embedding_VC.index_select(0, tokens_B), weights, caches, fed)
+    return head(x_BC, weights, fed.lifted)[: fed.tokens_B.shape[0]]
 
 
-def through_layers(x_BC: torch.Tensor, model: PlainModel, caches: list[LayerCaches], fed: Fed) -> torch.Tensor:
-    """x behind the last layer. Buffers end with it: scores may be larger than logits."""
-    step = begin(x_BC, model.sizes, fed)
-    for layer, cache in zip(model.layers, caches):  # noqa: B905 TorchScript knows no `strict`
-        x_BC = attention(x_BC, layer, cache, step)
-        x_BC = mlp(x_BC, layer, step)
+def through_layers(x_BC: torch.Tensor, weights: DecoderWeights, caches: list[LayerCaches], fed: Fed) -> torch.Tensor:
+    """x behind the last layer, in place. Buffers end with it: scores may be larger than logits."""
+    step = begin(x_BC, weights.sizes, fed)
+    for layer, cache in zip(weights.layers, caches):  # noqa: B905 TorchScript knows no `strict`
+        add_product(x_BC, attended(x_BC, layer, cache, step), layer.output)
+        add_product(x_BC, activated(x_BC, layer, step), layer.down)
     return x_BC
 
 
@@ -149,8 +148,8 @@ def begin(x_BC: torch.Tensor, sizes: Sizes, fed: Fed) -> Step:
     )
 
 
-def attention(x_BC: torch.Tensor, layer: PlainLayer, cache: LayerCaches, step: Step) -> torch.Tensor:
-    """x with the attention's output added to it; where ranks share the layer, this one's part of that output."""
+def attended(x_BC: torch.Tensor, layer: LayerWeights, cache: LayerCaches, step: Step) -> torch.Tensor:
+    """(B, A): what the layer's output projection takes."""
     h_BC = normed(x_BC, layer.input_norm_C, step.sizes.epsilon, step.lifted)
     fill(step.qkv_BX, h_BC, layer.qkv)
     q_norm_D, k_norm_D = layer.q_norm_D, layer.k_norm_D
@@ -160,24 +159,33 @@ def attention(x_BC: torch.Tensor, layer: PlainLayer, cache: LayerCaches, step: S
     turn_into(step.turned_BJD, step.qk_BJD, step.cos_B1D, step.sin_B1D)
     store(step.turned_k_BKD, step.v_BKD, cache, step.sight)
     mixed_BA = attend(step.scratch, cache, step.sight)
-    if step.missing:
-        mixed_BA = F.pad(mixed_BA, [0, 0, 0, step.missing])
-    return onto(x_BC, mixed_BA, layer.output, step.sizes.is_alone)
+    return F.pad(mixed_BA, [0, 0, 0, step.missing]) if step.missing > 0 else mixed_BA
 
 
-def mlp(x_BC: torch.Tensor, layer: PlainLayer, step: Step) -> torch.Tensor:
-    """x with the MLP's output added to it; where ranks share the layer, this one's part of that output."""
+def activated(x_BC: torch.Tensor, layer: LayerWeights, step: Step) -> torch.Tensor:
+    """(B, I): what the layer's down projection takes."""
     fill(step.gate_up_BI, normed(x_BC, layer.mlp_norm_C, step.sizes.epsilon, step.lifted), layer.gate_up)
-    return onto(x_BC, F.silu(step.gate_BI).mul_(step.up_BI), layer.down, step.sizes.is_alone)
+    return F.silu(step.gate_BI).mul_(step.up_BI)
 
 
-def head(hidden_BC: torch.Tensor, model: PlainModel, lifted: bool) -> torch.Tensor:
+def attention_part(x_BC: torch.Tensor, layer: LayerWeights, cache: LayerCaches, step: Step) -> torch.Tensor:
+    """(B, C): this rank's part of what the attention adds to x."""
+    return torch.mm(attended(x_BC, layer, cache, step), layer.output.matrix_CX)
+
+
+def mlp_part(x_BC: torch.Tensor, layer: LayerWeights, step: Step) -> torch.Tensor:
+    """(B, C): this rank's part of what the MLP adds to x."""
+    return torch.mm(activated(x_BC, layer, step), layer.down.matrix_CX)
+
+
+def head(hidden_BC: torch.Tensor, weights: DecoderWeights, lifted: bool) -> torch.Tensor:
     """(B, V) logits of hidden states before the final norm, of the rank's part of the vocabulary."""
     rows = hidden_BC.shape[0]
     missing = missing_rows(rows, hidden_BC)
     if missing:
         hidden_BC = F.pad(hidden_BC, [0, 0, 0, missing])
-    return F.linear(normed(hidden_BC, model.final_norm_C, model.sizes.epsilon, lifted), model.head_VC)[:rows]
+    h_BC = normed(hidden_BC, weights.final_norm_C, weights.sizes.epsilon, lifted)
+    return F.linear(h_BC, weights.head_VC)[:rows]
 
 
 def fill(out_BX: torch.Tensor, h_BC: torch.Tensor, products: list[Product]) -> None:
@@ -194,17 +202,13 @@ def fill(out_BX: torch.Tensor, h_BC: torch.Tensor, products: list[Product]) -> N
         adapt(part_BX, h_BC, product.adapter)
 
 
-def onto(x_BC: torch.Tensor, h_BI: torch.Tensor, product: Product, is_alone: bool) -> torch.Tensor:
-    """x += product(h), in place; not alone: product(h)."""
+def add_product(x_BC: torch.Tensor, h_BI: torch.Tensor, product: Product) -> None:
+    """x += product(h)."""
+    torch.addmm(x_BC, h_BI, product.matrix_CX, out=x_BC)
     bias_C = product.bias_X
-    if is_alone:
-        torch.addmm(x_BC, h_BI, product.matrix_CX, out=x_BC)
-    else:
-        x_BC = torch.mm(h_BI, product.matrix_CX)
     if bias_C is not None:
         x_BC.add_(bias_C)
     adapt(x_BC, h_BI, product.adapter)
-    return x_BC
 
 
 def adapt(out_BX: torch.Tensor, h_BC: torch.Tensor, adapter: LowRank | None) -> None:
