@@ -46,12 +46,17 @@ def _other_norm(layers: Any) -> None:
     layers[1].post_attention_layernorm = nn.LayerNorm(64)
 
 
+def _no_norm(layers: Any) -> None:
+    layers[0].input_layernorm = nn.Identity()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_other_activation, "the MLP of decoder layer 1 has the activation GELU"),
         (_other_linear, "o_proj of decoder layer 0 is a OtherLinear"),
         (_other_query, "q_proj of decoder layer 0 is a OtherLinear"),
+        (_no_norm, "a norm of the decoder is a Identity without variance_epsilon"),
         (_other_norm, "a norm of the decoder is a LayerNorm without variance_epsilon"),
         (_other_epsilon, "norms have the epsilons [1e-05, 0.001]"),
     ],
@@ -59,8 +64,10 @@ def _other_norm(layers: Any) -> None:
 def test_what_a_step_cannot_read_is_named(change: Callable[[Any], None], message: str) -> None:
     made = tiny_rig("qwen2_5_vl", torch.float32, num_layers=2)
     change(made.policy.adapter.layers)
+    before = [parameter.data_ptr() for parameter in made.policy.model.parameters()]
     with pytest.raises(ModelError, match=re.escape(message)):
         LocalEngine(made.policy, SamplingParams(num_generations=1, max_tokens=1), max_rows=1)
+    assert [parameter.data_ptr() for parameter in made.policy.model.parameters()] == before  # nothing was fused
 
 
 def _adapted(*targets: str) -> Any:

@@ -28,6 +28,7 @@ from rollplex.rollout.uninterrupted import held, uninterrupted
 
 CPU = torch.device("cpu")
 WIDTH, MLP_WIDTH, HEAD_DIM, VOCAB, LAYERS, POSITIONS = 24, 20, 8, 40, 2, 32
+WITHOUT_TORCHSCRIPT = pytest.mark.skipif(sys.version_info >= (3, 14), reason="no TorchScript there")
 FEW_CALLS = 8  # from Python in an iteration: inputs, the step, the choice, and what was chosen
 
 
@@ -68,12 +69,12 @@ def _sight(owners: list[int], prompts: list[int], lengths: list[int], dtype: tor
     rows, cells = table(owners, len(prompts), width)
     places, used = torch.tensor(lengths), max(lengths) + 1
     behind = torch.arange(max(prompts)) >= torch.tensor(prompts)[:, None]
-    is_even = min(lengths) == max(lengths)
+    is_even, in_order = min(lengths) == max(lengths), rows == list(range(len(owners)))
     hidden = torch.arange(used) > places[:, None]
     return Sight(
         Seen(max(prompts), bias_where(behind, dtype) if min(prompts) < max(prompts) else None),
         Seen(used, None if is_even else bias_where(hidden, dtype)),
-        Grid(len(prompts), width, torch.tensor(rows), torch.tensor(cells)),
+        Grid(len(prompts), width) if in_order else Grid(len(prompts), width, torch.tensor(rows), torch.tensor(cells)),
         None if is_even else Written(torch.arange(len(owners)), places),
     )
 
@@ -85,7 +86,10 @@ def test_the_one_call_has_the_bits_of_its_functions(data: st.DataObject) -> None
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
     kv_heads, repeat = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2)]))
     groups = data.draw(st.integers(1, 3))
-    owners = [*range(groups), *data.draw(st.lists(st.integers(0, groups - 1), max_size=9))]
+    width = data.draw(st.integers(1, 4))
+    even = [group for group in range(groups) for _ in range(width)]  # rows are the cells in order
+    uneven = [*range(groups), *data.draw(st.lists(st.integers(0, groups - 1), max_size=9))]
+    owners = data.draw(st.sampled_from([even, uneven]))
     prompts = data.draw(st.lists(st.integers(1, 6), min_size=groups, max_size=groups))
     lengths = data.draw(st.lists(st.integers(0, 3), min_size=len(owners), max_size=len(owners)))
     draw_from = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -149,9 +153,9 @@ def test_layers_with_sums_over_ranks_between_them_give_the_same_logits(
     with full_float64(), torch.inference_mode():
         pack = compute_prefix(made.policy, specs, "none")
         logits = []
-        for step in (None, RanksStep(adapter, CPU)):
+        for ranks_step in (None, RanksStep(adapter, CPU)):
             model = DecodeModel(made.policy)
-            model.step = step or model.step
+            model.step = ranks_step or model.step
             rows = GrownRows(model, 8)
             for number in range(2):
                 rows.join(number, pack, number)
@@ -161,7 +165,7 @@ def test_layers_with_sums_over_ranks_between_them_give_the_same_logits(
         torch.testing.assert_close(summed, alone, rtol=bound, atol=bound)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="no TorchScript there")
+@WITHOUT_TORCHSCRIPT
 def test_an_iteration_makes_few_calls_from_python() -> None:
     """Each is a chance to wait for the interpreter while passes run beside (docs/lab-notes.md)."""
     made = tiny_rig("qwen2_5_vl", torch.float32, num_layers=4)
@@ -202,26 +206,62 @@ def test_two_threads_may_be_the_first_to_call() -> None:
     assert float(found[0](torch.zeros(()))) == 1
 
 
+def _addresses(kept: Any) -> list[int]:
+    return [tensor.data_ptr() for tensor in kept]
+
+
+@WITHOUT_TORCHSCRIPT
 def test_held_tensors_are_the_same_ones() -> None:
     one, two, three = (torch.zeros(number + 1) for number in range(3))
     kept = held([one, None, (two, 3)], three)
-    assert isinstance(kept, torch.ScriptList)
-    assert [tensor.data_ptr() for tensor in kept] == [tensor.data_ptr() for tensor in (one, two, three)]
+    assert _addresses(kept) == _addresses((one, two, three))
     assert held([], None) is None
 
 
-def test_caches_that_grow_leave_nothing_behind() -> None:
-    """What C++ holds of the caches goes with them."""
+@WITHOUT_TORCHSCRIPT
+def test_weights_and_caches_are_held_and_let_go_as_caches_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What C++ holds are the tensors of the step, and none of the older caches: each goes when its copy is there."""
     made = tiny_rig("qwen2_5_vl", torch.float32, num_layers=2)
     specs = made.specs(("image", "text"))
     rows = GrownRows(DecodeModel(made.policy), 200)
+    old: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    zeros = torch.zeros
+
+    def counted(*shape: Any, **options: Any) -> torch.Tensor:
+        alive.append(sum(reference() is not None for reference in old))
+        return zeros(*shape, **options)
+
     with torch.inference_mode():
         pack = compute_prefix(made.policy, specs, "none")
         rows.join(0, pack, 0)
         rows.add([0, 0], [specs[0].next_position] * 2)
         rows.forward([7, 8])
-        old = [weakref.ref(tensor) for tensor in (*rows.prompts.keys, *rows.suffix.values)]
+        old += [weakref.ref(tensor) for tensor in (*rows.suffix.keys, *rows.suffix.values)]
         rows.join(1, pack, 1)
-        rows.add([1], [specs[1].next_position])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros", counted)
+            rows.add([1], [specs[1].next_position])
         rows.forward([7, 8, 9])
-    assert [reference() for reference in old] == [None] * len(old)
+    assert alive == [4, 4, 3, 2]  # the one that was copied last is still at hand
+    assert _addresses(rows.suffix._held) == _addresses((*rows.suffix.keys, *rows.suffix.values))
+    assert _addresses(rows.prompts._held) == _addresses((*rows.prompts.keys, *rows.prompts.values))
+    weights = rows.model.weights
+    assert {layer.output.matrix_CX.data_ptr() for layer in weights.layers} <= set(_addresses(rows.model._held))
+    assert weights.head_VC.data_ptr() in _addresses(rows.model._held)
+
+
+def test_parts_of_layers_have_the_bits_of_their_functions() -> None:
+    """As tensor-parallel ranks call them."""
+    made = tiny_rig("qwen2_5_vl", torch.float32, num_layers=2, num_heads=4, num_kv_heads=2)
+    specs = made.specs(("image",))
+    logits = []
+    with torch.inference_mode():
+        pack = compute_prefix(made.policy, specs, "none")
+        for device in (CPU, torch.device("meta")):  # functions as they are on any device but a CPU
+            rows = GrownRows(DecodeModel(made.policy), 8)
+            rows.model.step = RanksStep(made.policy.adapter, device)
+            rows.join(0, pack, 0)
+            rows.add([0] * 5, [specs[0].next_position] * 5)
+            logits.append([rows.forward([7 + step + row for row in range(5)]) for step in range(3)])
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))

@@ -1,9 +1,9 @@
 """RMS norm of decoder and vision tower in one call where nothing is cast.
 
-transformers writes it as seven operations. Between two operations a thread must take the interpreter back, so passes
-of many small operations and decoding beside them slow each other down (docs/lab-notes.md); torch's own norm is one. In
-float32 its bits on a CPU are the module's, forward and backward; the one kernel of a GPU rounds otherwise. In 16 bits
-the module's order of casts stays, in float64 its cast to float32, which `precision.full_float64` lifts.
+transformers writes it as seven operations. Between two operations a thread must take the interpreter back, from rewards
+and media threads too, so passes of many small operations are slow beside them (docs/lab-notes.md); torch's own norm is
+one. In float32 its bits on a CPU are the module's, forward and backward; the one kernel of a GPU rounds otherwise. In
+16 bits the module's order of casts stays, in float64 its cast to float32, which `precision.full_float64` lifts.
 """
 
 from __future__ import annotations

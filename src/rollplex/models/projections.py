@@ -1,8 +1,7 @@
 """Linear layers and MLPs of decoder and vision tower, without the calls that nn.Module makes around them.
 
 A pass of a few hundred tokens makes as many calls in `Module.__call__` as in its layers, all with the interpreter in
-hand, which decoding beside it waits for (norms.py). Modules of other types (peft's) are called as they are; forward
-hooks of plain ones are not.
+hand (norms.py). Modules of other types (peft's) are called as they are; forward hooks of plain ones are not.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _add_other_half(turned_THD: torch.Tensor, x_THD: torch.Tensor, sin_T1D: torc
 
 def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of (T, heads, D) with tables of (T, 1, D), sines `signed`."""
-    if not torch.is_grad_enabled():  # a Function costs as much Python as the calls in it, and decoding waits for it
+    if not torch.is_grad_enabled():  # a Function costs as much Python as the calls in it
         return turn(x_THD, cos_T1D, sin_T1D)
     rotated: torch.Tensor = _Rotate.apply(x_THD, cos_T1D, sin_T1D)
     return rotated

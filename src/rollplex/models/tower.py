@@ -2,8 +2,8 @@
 
 transformers' forward makes more calls for a few small pictures than the decoder does for their whole prompt: it works
 out positions and windows anew (vision_layout.py), norms and rotates in many small operations, and attends window by
-window. Calls cost time by themselves, and more beside decoding (docs/lab-notes.md). Here windows of one length attend
-in one call, queries and keys are rotated together, and patches, which do not overlap, are embedded by a product of
+window. Calls cost time by themselves, and more beside other threads (norms.py). Here windows of one length attend in
+one call, queries and keys are rotated together, and patches, which do not overlap, are embedded by a product of
 matrices instead of a convolution. Modules stay transformers' own, so LoRA on them works unchanged, and the ordinary
 path (`QwenDecoder.encode`) still runs transformers' forward, which `rollplex verify` holds this one against.
 """

@@ -1,6 +1,7 @@
 """The policy's decoder as step_functions.py takes it: its own matrices and norms by address, nothing copied.
 
-A step computes what it knows of, not what a module's `forward` says: whatever is not known is refused by name.
+A step computes a layer by the formula of models/decoder.py, not by what its modules' `forward` says. So embeddings,
+linear layers, adapters and activations of other kinds are refused by name, and norms without `variance_epsilon`.
 """
 
 from __future__ import annotations
@@ -22,22 +23,19 @@ from rollplex.rollout.step_functions import DecoderWeights, LayerWeights, LowRan
 def decoder_weights(adapter: VlmAdapter) -> DecoderWeights:
     """Weights where they are now, q, k and v (gate and up) of a layer fused where they can be.
 
-    Raises ModelError for a module that a decode step cannot read.
+    Raises ModelError for a module that a decode step cannot read, before anything is fused.
     """
     if type(adapter.embed) not in (nn.Embedding, VocabEmbedding):
         raise ModelError(
             f"the embedding is a {type(adapter.embed).__name__}; decoding knows torch.nn.Embedding alone (model.path)"
         )
-    shape, layers = adapter.shape, [_layer(layer, number) for number, layer in enumerate(adapter.layers)]
+    shape, epsilon = adapter.shape, _epsilon(adapter)
+    layers = [_layer(layer, number) for number, layer in enumerate(adapter.layers)]
     if adapter.ranks.size > 1:
         _check_divisible(layers)
-    sizes = Sizes(
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        mlp_width=layers[0].down.matrix_CX.shape[0],
-        epsilon=_epsilon(adapter),
-    )
+    layers = [_fused(weights, layer) for weights, layer in zip(layers, adapter.layers, strict=True)]
+    mlp_width = layers[0].down.matrix_CX.shape[0]
+    sizes = Sizes(shape.num_heads, shape.num_kv_heads, shape.head_dim, mlp_width, epsilon)
     return DecoderWeights(sizes, layers, *map(_weight, (adapter.embed, adapter.final_norm, adapter.lm_head)))
 
 
@@ -48,26 +46,27 @@ def _layer(layer: Any, number: int) -> LayerWeights:
             f"the MLP {where} has the activation {type(mlp.act_fn).__name__}; decoding knows SiLU alone (hidden_act in "
             "config.json, model.path)"
         )
-    fused = fuse_layer(layer)
-    if fused.qkv_weight is None:
-        qkv = [_product(attention, name, where) for name in ("q_proj", "k_proj", "v_proj")]
-    else:
-        qkv = [Product(fused.qkv_weight.T, fused.qkv_bias, None)]
-    if fused.gate_up_weight is None:
-        gate_up = [_product(mlp, name, where) for name in ("gate_proj", "up_proj")]
-    else:
-        gate_up = [Product(fused.gate_up_weight.T, None, None)]
     q_norm_D, k_norm_D = [_weight(norm) for norm in _head_norms(layer)] or (None, None)
     return LayerWeights(
         input_norm_C=_weight(layer.input_layernorm),
-        qkv=qkv,
+        qkv=[_product(attention, name, where) for name in ("q_proj", "k_proj", "v_proj")],
         q_norm_D=q_norm_D,
         k_norm_D=k_norm_D,
         output=_product(attention, "o_proj", where),
         mlp_norm_C=_weight(layer.post_attention_layernorm),
-        gate_up=gate_up,
+        gate_up=[_product(mlp, name, where) for name in ("gate_proj", "up_proj")],
         down=_product(mlp, "down_proj", where),
     )
+
+
+def _fused(weights: LayerWeights, layer: Any) -> LayerWeights:
+    """With one product where several can be one."""
+    fused = fuse_layer(layer)
+    if fused.qkv_weight is not None:
+        weights = weights._replace(qkv=[Product(fused.qkv_weight.T, fused.qkv_bias, None)])
+    if fused.gate_up_weight is not None:
+        weights = weights._replace(gate_up=[Product(fused.gate_up_weight.T, None, None)])
+    return weights
 
 
 def _head_norms(layer: Any) -> Sequence[Any]:

@@ -40,7 +40,7 @@ def keyed_seed(seed: int, rollout_id: int, response_index: int) -> int:
 def choose(
     logits_BV: torch.Tensor, filters: Filters, seen_BV: torch.Tensor | None, uniforms_B: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens (B,), their log-probs before any filter (B,)).
+    """(tokens (B,), their log-probs (B,): those of softmax(logits / temperature), before any filter).
 
     seen_BV: tokens that the repetition penalty is for; those that are chosen join them. uniforms_B: in [0, 1), None:
     the largest score.

@@ -1,7 +1,7 @@
 """Attention of one decode step: each row over its group's prompt, held once per group, and over its own suffix.
 
 Functions of tensors alone, in the part of Python that TorchScript reads (uninterrupted.py). All layers of a step share
-their buffers, and views of them are made once a step: a view costs as much as a small operation.
+their buffers, and most views of them are made once a step: a view costs as much as a small operation.
 
 Shape letters: B rows, G groups, N rows that a group has room for, H/K/E query heads, key/value heads, their ratio,
 D head dim, P prompt places, R suffix places.
@@ -52,8 +52,8 @@ class Sight(NamedTuple):
 
 
 class LayerCaches(NamedTuple):
-    """Keys and values of one layer, with the score's scaling in queries and keys. Suffixes have room for more rows and
-    places than are seen."""
+    """Keys and values of one layer. Keys carry the root of the score's scaling, as queries do. Suffixes have room for
+    more rows and places than are seen."""
 
     prompt_keys: torch.Tensor  # (G * K, D, P)
     prompt_values: torch.Tensor  # (G * K, P, D)
@@ -131,14 +131,14 @@ def attend(scratch: Scratch, layer: LayerCaches, sight: Sight) -> torch.Tensor:
     """
     rows, suffix, grid = scratch.rows.shape[0], sight.suffix.places, sight.grid
     prompt_bias, suffix_bias = sight.prompt.bias, sight.suffix.bias
-    keys_BRD = layer.suffix_keys[:rows].flatten(0, 1)[:, :suffix]
-    values_BRD = layer.suffix_values[:rows].flatten(0, 1)[:, :suffix]
+    keys_by_head = layer.suffix_keys[:rows].flatten(0, 1)[:, :suffix]
+    values_by_head = layer.suffix_values[:rows].flatten(0, 1)[:, :suffix]
     scratch.rows.copy_(scratch.queries)
     to_cells(scratch.rows, scratch.cells, grid)
     product_into(scratch.cells_by_head, layer.prompt_keys, scratch.scores_prompt_by_head)
     if prompt_bias is not None:
         scratch.scores_prompt.add_(prompt_bias.unsqueeze(1))  # as (G, K, N, E, P)
-    product_into(scratch.rows_by_head, keys_BRD.transpose(1, 2), scratch.suffix_by_head)
+    product_into(scratch.rows_by_head, keys_by_head.transpose(1, 2), scratch.suffix_by_head)
     if suffix_bias is not None:
         scratch.suffix.add_(suffix_bias)
     to_cells(scratch.suffix, scratch.scores_suffix, grid)
@@ -148,7 +148,7 @@ def attend(scratch: Scratch, layer: LayerCaches, sight: Sight) -> torch.Tensor:
         scratch.weights.copy_(scratch.scores.softmax(-1, dtype=torch.float32))
     to_rows(scratch.weights_suffix, scratch.suffix, grid)
     product_into(scratch.weights_prompt_by_head, layer.prompt_values, scratch.from_prompt_by_head)
-    product_into(scratch.suffix_by_head, values_BRD, scratch.from_suffix_by_head)
+    product_into(scratch.suffix_by_head, values_by_head, scratch.from_suffix_by_head)
     to_rows(scratch.from_prompt, scratch.mixed, grid)
     torch.add(scratch.mixed_by_head, scratch.from_suffix_by_head, out=scratch.mixed_by_head)
     return scratch.mixed_BA

@@ -17,13 +17,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-_LOCK = threading.Lock()  # of torch.jit.script, and of the process's filters of warnings meanwhile
+_LOCK = threading.Lock()  # of compilation, and of the process's filters of warnings meanwhile
 
 
 def uninterrupted(function: Callable[Given, Result], device: torch.device) -> Callable[Given, Result]:
@@ -42,10 +42,8 @@ def held(*values: object) -> object:
     would ask for it at each weight. This is a list that C++ holds.
     """
     tensors = list(_tensors(values))
-    if not tensors or tensors[0].device.type != "cpu" or sys.version_info >= (3, 14):
-        return None
-    with _LOCK:
-        return _script(tensors)
+    is_called_without = sys.version_info < (3, 14) and all(tensor.device.type == "cpu" for tensor in tensors)
+    return torch.ScriptList(tensors) if tensors and is_called_without else None
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -58,11 +56,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 @cache
 def _scripted(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    scripted: Callable[Given, Result] = _script(function)
-    return scripted
-
-
-def _script(value: object) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
-        return torch.jit.script(value)
+        scripted: Callable[Given, Result] = torch.jit.script(function)
+    return scripted

@@ -38,7 +38,7 @@ def prompt_switches() -> Iterator[None]:
     """A block in which decoding need not wait long for rewards and passes that run in other threads.
 
     Decoding asks for the interpreter a few times an iteration, passes at each operation. At Python's own 5 ms a reward
-    that computes in Python beside it makes decoding 6 to 10 times slower, at SWITCH_S 1.2 to 1.5 (docs/lab-notes.md).
+    that computes in Python beside it makes decoding 5 to 7 times slower, at SWITCH_S 1.1 to 1.4 (docs/lab-notes.md).
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
