@@ -47,6 +47,15 @@ def test_fusing_keeps_values_names_and_bytes(family):
     assert _storage_bytes(made.policy.model) == size
 
 
+def test_weights_fused_in_inference_mode_can_be_trained():
+    made = tiny_rig("qwen2_5_vl", torch.float32, num_layers=1)
+    layer = made.policy.adapter.layers[0]
+    with torch.inference_mode():
+        fuse_layer(layer)
+    (layer.self_attn.q_proj(torch.ones(2, 64)) ** 2).sum().backward()
+    assert layer.self_attn.q_proj.weight.grad is not None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_step_moves_the_fused_matrix(dtype):
     made = tiny_rig("qwen2_5_vl", dtype, num_layers=1)

@@ -53,7 +53,8 @@ def _fuse(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
     if not _is_fused(parameters):
         if any(getattr(p, "backed", False) for p in parameters):
             return None
-        fused = torch.cat([p.detach() for p in parameters])
+        with torch.inference_mode(False):  # parameters of inference could not be trained any more
+            fused = torch.cat([p.detach() for p in parameters])
         for parameter, part in zip(parameters, fused.split(rows), strict=True):
             parameter.data = part
     shape = (sum(rows), *first.shape[1:])
