@@ -33,9 +33,8 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def product_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """out = left @ right, (N, M, K) and (N, K, L)."""
-    missing = _missing_rows_of(left)
-    if missing:
-        out.copy_(torch.bmm(F.pad(left, [0, 0, 0, missing]), right)[:, : left.shape[1]])
+    if _missing_rows_of(left):
+        out.copy_(product(left, right))
     else:
         torch.bmm(left, right, out=out)
 
